@@ -62,6 +62,16 @@ def rows(folder: Path, pattern: str = "*.jsonl") -> list[dict[str, Any]]:
     return [orjson.loads(line) for path in files for line in path.read_bytes().splitlines()]
 
 
+def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
+    return [row["id"] for row in rows(folder, pattern)]
+
+
+def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
+    """The dead letters of rank 0. ``root``: of a retry."""
+    path = folder / "checkpoints" / root / "00000" / "dead_letters.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
 def make_server(config: InferenceConfig, rank: int) -> Server:
     """One that we launch, or an endpoint that runs already."""
     return ExternalServers(config) if config.server_type == "endpoint" else InferenceServer(config, rank)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
@@ -26,7 +25,6 @@ def hub_job(
     """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
     patch.chdir(folder)
     patch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()
     text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
     write_job(folder, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
@@ -38,4 +36,3 @@ def hub_job(
         return code, said.out + said.err
 
     yield run
-    DataFolder.clear_instance_cache()

@@ -194,9 +194,6 @@ class FakeHub:
         """The token is refused (401), after that many more requests."""
         self.tokens[token].requests_left = after_requests
 
-    def renew(self, token: str = token) -> None:
-        self.tokens[token].requests_left, self.tokens[token].expired = None, False
-
     # The server.
 
     def __enter__(self) -> Self:

@@ -39,6 +39,7 @@ JOB = job_yaml(
     output="out",
 )
 
+Capture = pytest.CaptureFixture[str]
 Doctor = Callable[..., int]
 
 
@@ -64,9 +65,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_fit_folders_have_no_problem_and_nothing_is_changed(
-    examined: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tmp_path: Path, capsys: Capture) -> None:
     before = names(tmp_path)
     assert examined() == 0
     said = doctor_lines(capsys.readouterr().out)
@@ -83,7 +82,7 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(
     assert names(tmp_path) == before
 
 
-def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: Capture) -> None:
     assert examined("--json", "--pipeline.1.sync_seconds=auto", "--executor.workers=2") == 0
     content = json.loads(capsys.readouterr().out)
     messages = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
@@ -110,7 +109,7 @@ def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: pytest.Cap
     ],
 )  # fmt: skip
 def test_what_would_fail_is_named_with_what_to_do(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, check: str, says: str
+    examined: Doctor, capsys: Capture, tmp_path: Path, override: str, check: str, says: str
 ) -> None:
     says = says.replace("{}", str(tmp_path))
     before = names(tmp_path)
@@ -120,7 +119,7 @@ def test_what_would_fail_is_named_with_what_to_do(
 
 
 def test_a_file_system_without_locks_is_a_warning(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -134,7 +133,7 @@ def test_a_file_system_without_locks_is_a_warning(
 
 @pytest.mark.slow
 def test_locks_that_keep_nobody_out_are_a_problem(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)  # this process's; the second one's is real
     assert examined() == 1
@@ -143,7 +142,7 @@ def test_locks_that_keep_nobody_out_are_a_problem(
 
 
 def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
-    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "file_system", lambda folder: FilesystemTraits("ext4 (local)"))
     slurm = JOB.replace("LocalPipelineExecutor", "SlurmPipelineExecutor").replace(
@@ -158,7 +157,7 @@ def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
 
 
 def test_a_folder_that_never_answers_is_a_problem(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
@@ -174,7 +173,7 @@ def test_a_folder_that_never_answers_is_a_problem(
 TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
 
 
-def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: Capture) -> None:
     assert examined(TO_MEMORY) == 0
     said = doctor_lines(capsys.readouterr().out)
     assert said["output, reachable"].startswith("ok: memory:///doctor/out")
@@ -183,7 +182,7 @@ def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: p
 
 
 def test_a_remote_output_that_refuses_is_a_problem(
-    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
         raise PermissionError("403 Forbidden")
@@ -324,7 +323,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_nothing(
-    job: Path, capsys: pytest.CaptureFixture[str]
+    job: Path, capsys: Capture
 ) -> None:
     before = names(job)
     assert main(["plan", "job.yaml", "--mtbf", "6h"]) == 0
@@ -351,7 +350,7 @@ def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_not
 )
 def test_plan_ends_with_one_message_where_it_cannot_measure(
     job: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     code: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, rows, runner
+from tests.jobs import documents, ids, rows, runner
 from tests.unit.test_identity import load
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -157,7 +156,4 @@ def test_a_script_that_was_edited_after_a_kill_is_refused_and_the_edited_definit
         (tmp_path / file).write_text(original[file])
     finished = run()
     assert finished.returncode == 0, finished.stderr
-    rows = [
-        json.loads(line) for path in (tmp_path / "output").glob("*.jsonl") for line in path.read_text().splitlines()
-    ]
-    assert sorted(row["id"] for row in rows) == list("012345")
+    assert sorted(ids(tmp_path)) == list("012345")

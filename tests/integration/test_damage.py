@@ -38,6 +38,7 @@ FILES = (
     "last_chunk/00000.txt",
 )
 TEXT = ("run.json", "commits.jsonl", "chunk_00002.jsonl", "dead_letters.jsonl", "history.jsonl")
+Said = Callable[..., tuple[int, str]]
 Mutation = tuple[str, Callable[[Path], None]]
 
 
@@ -224,7 +225,7 @@ def mutations(half: Half, places: int, seed: int) -> list[Mutation]:
 # the oracle ----------------------------------------------------------------------------------------------------------
 
 
-def judge(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], mutation: Mutation) -> str:
+def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str:
     """Checks one mutation. Returns "refused" or "same"."""
     name, mutate = mutation
     folder = half.restore()
@@ -251,23 +252,19 @@ def judge(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], 
     return "same"
 
 
-def judge_all(half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], chosen: list[Mutation]) -> None:
+def judge_all(half: Half, server: FakeServer, said: Said, chosen: list[Mutation]) -> None:
     found = [judge(half, server, said, mutation) for mutation in chosen]
     print(f"{len(found)} kinds of damage: {found.count('refused')} refused, {found.count('same')} the same output")
     assert set(found) == {"refused", "same"}
 
 
-def test_some_damage_is_refused_or_does_not_matter(
-    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]]
-) -> None:
+def test_some_damage_is_refused_or_does_not_matter(half: Half, server: FakeServer, said: Said) -> None:
     judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 24))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_damage_is_refused_or_does_not_matter(
-    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]]
-) -> None:
+def test_all_damage_is_refused_or_does_not_matter(half: Half, server: FakeServer, said: Said) -> None:
     judge_all(half, server, said, mutations(half, 20, 0))
 
 
@@ -319,7 +316,7 @@ def lost(job: Path, name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [*LOGS, "no file"])
 def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
-    half: Half, server: FakeServer, said: Callable[..., tuple[int, str]], name: str
+    half: Half, server: FakeServer, said: Said, name: str
 ) -> None:
     folder = half.restore(finished=True)
     lost(folder, name)
@@ -348,7 +345,7 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     half: Half,
     server: FakeServer,
-    said: Callable[..., tuple[int, str]],
+    said: Said,
     disk_type: type[CrashingDisk],
     run_first: bool,
 ) -> None:

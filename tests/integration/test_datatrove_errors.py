@@ -15,17 +15,13 @@ from datatrove.data import Document
 
 from datatrove_ckpt import CkptError, InferenceError, InferenceRunner, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, config, documents, rows, runner, writer
+from tests.jobs import STOPS_SOON, ask, config, documents, ids, runner, writer
 
 BAD = "BadRequestError"
 
 
 def reject(*texts: str, status: int = 400) -> Callable[[dict[str, Any], int], int | None]:
     return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
-
-
-def read(folder: Path) -> list[str]:
-    return [row["id"] for row in rows(folder)]
 
 
 # what is skipped ------------------------------------------------------------------------------------------------------
@@ -72,7 +68,7 @@ def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_pa
     with FakeServer(status=reject("text 1")) as server:
         step = runner(tmp_path, server, rollout, skip_bad_requests=True)
         step.run(documents(4))
-    assert read(tmp_path) == ["id 0", "id 2", "id 3"]
+    assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
@@ -82,7 +78,7 @@ def test_a_remembered_rejection_skips_its_document(tmp_path: Path) -> None:
             runner(tmp_path, server, raises_its_text_later).run(documents(4))
         runner(tmp_path, server, raises_its_text_later, skip_bad_requests=True).run(documents(4))
         assert server.asked["text 1"] == 1
-    assert read(tmp_path) == ["id 0", "id 2", "id 3"]
+    assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
 
 
 async def asks_and_fails(document: Document, generate: Any) -> Any:

@@ -13,18 +13,14 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import (
-    ConfigError,
-    OutputMismatch,
-    WorkerDied,
-)
+from datatrove_ckpt.errors import ConfigError, OutputMismatch, WorkerDied
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.generation.dead_letters import TakenLetters
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, documents, rows, runner
+from tests.jobs import ask, documents, ids, letters, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
@@ -36,15 +32,6 @@ async def fails_on_bad(document: Document, generate: Any) -> Any:
     if document.id in BAD:
         raise RuntimeError(f"cannot make sense of {document.id}")
     return result
-
-
-def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
-    path = folder / "checkpoints" / root / "00000" / "dead_letters.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
-    return [row["id"] for row in rows(folder, pattern)]
 
 
 def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:

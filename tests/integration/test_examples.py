@@ -24,6 +24,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.parsers import OVERRIDES_HELP, make_parser
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rows as written_rows
 from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_examples
 from tests.words import write_tokenizer
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -149,10 +150,7 @@ def test_the_rollouts_of_the_docs_run(folder: Path, capsys: Capture, block: Bloc
         _merge(whole["executor"]["init_args"]["pipeline"][-1]["init_args"], content)
         Path("job.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
         assert main(["run", "job.yaml"]) == 0, capsys.readouterr().err
-        results = [
-            json.loads(line)["metadata"]["rollout_results"]
-            for line in Path("output/00000_00000.jsonl").read_text().splitlines()
-        ]
+        results = [row["metadata"]["rollout_results"] for row in written_rows(Path())]
         assert all(len(one) == 1 and one[0]["text"] for one in results)
         assert len(results) == 2
         said = str(server.payloads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -20,20 +22,19 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
+from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
+    CkptError,
     DocumentFailed,
     RequestPoisoned,
+    StorageFailed,
     TooManyDeadLetters,
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, rows, runner, writer
-
-
-def ids(folder: Path) -> list[str]:
-    return [row["id"] for row in rows(folder)]
+from tests.jobs import ask, config, documents, ids, runner, writer
 
 
 async def cancels_its_own_request(document: Document, generate: Any) -> Any:
@@ -272,3 +273,32 @@ def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) 
     settings = {"use_chat": False, "default_generation_params": {"logit_bias": {1: 2}}}
     runner(tmp_path, server, rollout, config=settings).run(documents(1))
     assert server.payloads[0]["logit_bias"] == {"50256": -100}
+
+
+# a checkpoint that is deleted while its run is on --------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["", "00000", "00000/run.json"])
+def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path: Path, name: str) -> None:
+    removed = tmp_path / "checkpoints" / name
+
+    def answer(payload: dict[str, Any], times: int) -> str:
+        if payload["messages"][-1]["content"] == "text 2":
+            removed.unlink() if removed.is_file() else shutil.rmtree(removed, ignore_errors=True)
+        return "yes"
+
+    with FakeServer(answer) as server, pytest.raises(CkptError) as caught:
+        runner(tmp_path, server, config={"max_concurrent_generations": 1}).run(documents(6))
+    own = caught.value
+    assert isinstance(own, StorageFailed)
+    assert str(tmp_path / "checkpoints") in str(own)
+    assert "It was removed or moved during the run" in str(own)
+    assert "everything saved so far is kept" not in str(own)
+
+
+def test_sqlite_names_another_cause(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match="It was removed"), explained("write to", tmp_path / "gone" / "database"):
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+    with pytest.raises(StorageFailed, match="Make it writable"), explained("write to", tmp_path / "database"):
+        raise sqlite3.OperationalError("attempt to write a readonly database")

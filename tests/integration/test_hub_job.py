@@ -21,6 +21,9 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 
+Said = Callable[..., tuple[int, str]]
+
+
 def parquet(first: int, count: int) -> bytes:
     rows = [{"text": f"text {i}", "n": i} for i in range(first, first + count)]
     buffer = io.BytesIO()
@@ -31,7 +34,7 @@ def parquet(first: int, count: int) -> bytes:
 @pytest.fixture
 def job(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> Callable[..., tuple[int, str]]:
+) -> Said:
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
@@ -50,7 +53,7 @@ def job(
 
 
 def test_output_is_that_of_the_commit_that_the_job_began_with(
-    job: Callable[..., tuple[int, str]], hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    job: Said, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops in its first task, so the second one starts after the dataset has moved on."""
     with monkeypatch.context() as patched:
@@ -69,9 +72,7 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
     "options",
     ["streaming: true, dataset_options: {split: train}", "streaming: false, dataset_options: {split: train}"],
 )
-def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
-    job: Callable[..., tuple[int, str]], hub: FakeHub, options: str
-) -> None:
+def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job: Said, hub: FakeHub, options: str) -> None:
     code, said = job("run", options)
     assert (code, "24 of 24 documents" in said) == (0, True)
     hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/a.parquet": parquet(700, 3)})
@@ -91,9 +92,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
         ("dataset_options: {split: train}", "each of 2 tasks gets an equal part of the rows"),
     ],
 )
-def test_the_doctor_reads_the_beginning_of_a_dataset(
-    job: Callable[..., tuple[int, str]], hub: FakeHub, options: str, found: str
-) -> None:
+def test_the_doctor_reads_the_beginning_of_a_dataset(job: Said, hub: FakeHub, options: str, found: str) -> None:
     code, said = job("doctor", options)
     assert code == 0
     # On a busy machine the doctor's two seconds end before all 24 are read.
@@ -111,9 +110,7 @@ def test_the_doctor_reads_the_beginning_of_a_dataset(
         ("streaming: true, shuffle_files: true", "streaming=False"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_asked(
-    job: Callable[..., tuple[int, str]], server: FakeServer, options: str, message: str
-) -> None:
+def test_a_mistake_is_found_before_anything_is_asked(job: Said, server: FakeServer, options: str, message: str) -> None:
     for command in ("doctor", "run"):
         code, said = job(command, options)
         assert code != 0

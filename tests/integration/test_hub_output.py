@@ -51,6 +51,13 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
 
 
+@pytest.fixture
+def hub(hub: FakeHub) -> FakeHub:
+    """With an empty repository."""
+    hub.create_repo("org/data")
+    return hub
+
+
 def hub_runner(folder: Path, server: FakeServer, **changes: Any) -> Any:
     changes.setdefault("output_writer", ParquetWriter("hf://datasets/org/data/config", NAME))
     return runner(folder, server, **changes)
@@ -65,7 +72,6 @@ def committed(folder: Path) -> list[int]:
 
 
 def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
-    hub.create_repo("org/data")
     hub_runner(tmp_path, server).run(documents(9))
     assert list(hub.files("org/data")) == names(5)
     (commit,) = hub.commits("org/data")
@@ -82,7 +88,6 @@ def test_a_commit_carries_at_most_so_many_files(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_commits, "MOST_FILES", 2)
-    hub.create_repo("org/data")
     writer = ParquetWriter("hf://datasets/org/data/config", "${id}/" + NAME)  # two files per chunk
     hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
     assert len(hub.files("org/data")) == 5
@@ -94,7 +99,6 @@ def test_small_text_files_travel_inside_the_commit(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_commits, "MOST_BYTES", 400)
-    hub.create_repo("org/data")
     writer = JsonlWriter("hf://datasets/org/data", "${rank}_${chunk_index}.jsonl", compression=None)
     hub_runner(tmp_path, server, output_writer=writer).run(documents(6))
     assert len(hub.files("org/data")) == 3
@@ -105,7 +109,6 @@ def test_small_text_files_travel_inside_the_commit(
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    hub.create_repo("org/data")
     for n in range(59):  # with the first commit more than a page of the history
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
     asked_to_wait = CommitPace.seconds_until_turn
@@ -131,7 +134,6 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
 def test_files_that_vanish_during_the_run_are_missed_at_its_end(
     hub: FakeHub, server: FakeServer, tmp_path: Path, event: str
 ) -> None:
-    hub.create_repo("org/data")
     events: list[str] = []
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -170,7 +172,6 @@ FAULTS = [
 def test_what_passes_is_tried_again_and_nothing_is_there_twice(
     hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any]
 ) -> None:
-    hub.create_repo("org/data")
     rule = hub.fail(kind, times=2, **fault)
     hub_runner(tmp_path, server).run(documents(5))
     assert rule.hits >= 1
@@ -186,7 +187,6 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int
 ) -> None:
-    hub.create_repo("org/data")
     hub.lag_commits = lag
     hub.lag_kinds |= {"info", "commits"}
     hub_runner(tmp_path, server).run(documents(5))
@@ -214,7 +214,6 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
 def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it_was(
     hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any], message: str
 ) -> None:
-    hub.create_repo("org/data")
     rule = hub.fail(kind, times=None, **fault)
     with pytest.raises(OutputFailed, match=message):
         hub_runner(tmp_path, server).run(documents(5))
@@ -232,7 +231,6 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
 def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
     hub: FakeHub, tmp_path: Path, chunk: int
 ) -> None:
-    hub.create_repo("org/data")
     other = {names(3)[chunk]: b"PAR1 of another job"}
     arrived: list[str] = []
 
@@ -258,7 +256,6 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
 def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.create_repo("org/data")
     other = {names(3)[1]: b"PAR1 of another job"}
     look_up = HubFolder.look_up
 
@@ -334,7 +331,6 @@ def test_writers_that_cannot_be_taken_over_are_refused(server: FakeServer, tmp_p
 def test_the_token_is_in_no_file_no_pickle_and_no_log(
     hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
 ) -> None:
-    hub.create_repo("org/data")
     hub.fail("commit", 500)
     hub.fail("lfs-upload", 403)
     step = hub_runner(tmp_path, server)
@@ -378,7 +374,6 @@ def test_a_drain_commits_what_is_uploaded(
 ) -> None:
     monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 60.0)
     monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
-    hub.create_repo("org/data")
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
     step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):
@@ -396,7 +391,6 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
 ) -> None:
     monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
-    hub.create_repo("org/data")
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 
@@ -425,7 +419,6 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
 def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
     hub: FakeHub, server: FakeServer, tmp_path: Path
 ) -> None:
-    hub.create_repo("org/data")
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

@@ -28,7 +28,9 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import ask, rows, runner
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
+Capture = pytest.CaptureFixture[str]
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 Run = Callable[..., int]
 
@@ -48,8 +50,9 @@ def lines(*numbers: int) -> str:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Run]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """``datatrove-ckpt run`` in this process. ``documents`` holds four files of two documents; there are two tasks."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "documents").mkdir()
     for number in range(4):
         (tmp_path / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
@@ -62,21 +65,11 @@ def job(tmp_path: Path) -> Iterator[Run]:
             retry: bool = False,
             **options: Any,
         ) -> int:
-            writer = {"output_folder": f"{tmp_path}/output", "output_filename": "${rank}_${chunk_index}.jsonl"}
-            step = {
-                "rollout_fn": {"class_path": "PromptRollout", "init_args": {"prompt": "Q {text}"}},
-                "config": {"server_type": "endpoint", "endpoint_url": server.url, "model_name_or_path": "fake"},
-                "output_writer": {"class_path": "JsonlWriter", "init_args": {**writer, "compression": None}},
-                "checkpoints_local_dir": f"{tmp_path}/checkpoints",
-                "records_per_chunk": 3,
-            }
-            data = {"data_folder": f"{tmp_path}/documents", **options}
-            pipeline = [{"class_path": reader, "init_args": data}, *steps]
-            pipeline.append({"class_path": "InferenceRunner", "init_args": step})
-            arguments = {"tasks": tasks, "workers": 1, "logging_dir": f"{tmp_path}/logs", "pipeline": pipeline}
-            content = {"executor": {"class_path": "LocalPipelineExecutor", "init_args": arguments}}
-            (tmp_path / "job.yaml").write_text(json.dumps(content))
-            return main(["run", f"{tmp_path}/job.yaml", *["--retry-dead-letters"] * retry])
+            data = json.dumps({"data_folder": f"{tmp_path}/documents", **options})
+            text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
+            text = text.replace("{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)]))
+            (tmp_path / "job.yaml").write_text(f"{text}          records_per_chunk: 3\n")
+            return main(["run", "job.yaml", *["--retry-dead-letters"] * retry])
 
         yield run
 
@@ -111,7 +104,7 @@ def kept(folder: Path, rank: int = 0) -> Any:
 def test_a_rank_without_documents_is_not_complete(
     job: Run,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     reader: str,
     content: str,
     options: dict[str, Any],
@@ -154,9 +147,7 @@ def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tm
 
 
 @pytest.mark.slow
-def test_a_whole_input_of_empty_texts_is_no_success(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path, capsys: Capture) -> None:
     for path in tmp_path.glob("documents/*"):
         path.write_text(json.dumps({"text": ""}))
     for _ in range(2):
@@ -169,9 +160,7 @@ def test_a_whole_input_of_empty_texts_is_no_success(
     assert "1 of 1" in capsys.readouterr().out
 
 
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
     assert job("datatrove.pipeline.readers.CSVReader") == 1
     assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
@@ -182,7 +171,7 @@ def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
 
 
 def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Run, tmp_path: Path, capsys: Capture
 ) -> None:
     first = tmp_path / "documents/0.jsonl"
     first.write_text(lines(0) + "torn\n" + '{"text": "", "id": 1}\n' + lines(1) + '{"id": 2}\n[1]\n' + lines(8, 9, 10))
@@ -229,7 +218,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ("reader", "change"), [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")]
 )
 def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], reader: str, change: str
+    job: Run, tmp_path: Path, capsys: Capture, reader: str, change: str
 ) -> None:
     assert job(reader) == 0
     before = outputs(tmp_path)
@@ -248,7 +237,7 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
 
 
 @pytest.mark.slow
-def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: Capture) -> None:
     assert job() == 0
     assert job() == 0
     assert "time of the last change" not in capsys.readouterr().err
@@ -257,9 +246,7 @@ def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: p
     assert "1 input file of finished ranks" in capsys.readouterr().err
 
 
-def test_another_text_key_or_limit_is_refused_for_finished_ranks(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_text_key_or_limit_is_refused_for_finished_ranks(job: Run, tmp_path: Path, capsys: Capture) -> None:
     assert job(limit=1) == 0
     assert job(limit=1, text_key="id") == 1
     assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
@@ -269,9 +256,7 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert job(limit=1) == 0, "files behind the limit are not read"
 
 
-def test_other_default_metadata_is_refused_for_finished_ranks(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_default_metadata_is_refused_for_finished_ranks(job: Run, tmp_path: Path, capsys: Capture) -> None:
     assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
     assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
@@ -279,9 +264,7 @@ def test_other_default_metadata_is_refused_for_finished_ranks(
     assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
 
 
-def test_a_file_list_is_compared_by_the_files_that_it_names(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: Path, capsys: Capture) -> None:
     paths = tmp_path / "paths.txt"
     paths.write_text("0.jsonl\n1.jsonl\n")
     assert job(paths_file=str(paths)) == 0
@@ -292,9 +275,7 @@ def test_a_file_list_is_compared_by_the_files_that_it_names(
     assert "removed: '1.jsonl'" in capsys.readouterr().err
 
 
-def test_finished_ranks_refuse_what_unfinished_ones_may_see(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: Path, capsys: Capture) -> None:
     """Rank 0 is finished. Rank 1 stops in its second file, which is then corrected."""
     second = tmp_path / "documents/3.jsonl"
     second.write_bytes(b"")
@@ -314,7 +295,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(
 
 @pytest.mark.slow
 def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Run, tmp_path: Path, capsys: Capture
 ) -> None:
     assert job() == 0
     shutil.rmtree(tmp_path / "logs")
@@ -330,7 +311,7 @@ def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_co
 @pytest.mark.matrix
 @pytest.mark.parametrize("limit", [-1, 4])
 def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, limit: int
 ) -> None:
     """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
     grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,13 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.export import exporter, metrics_port
+from datatrove_ckpt.generation.export import exporter, metrics_port, tracking
+from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
+from tests.pages import ROOT
+from tests.processes import is_alive
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -182,3 +190,235 @@ def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:
     settings = MonitoringConfig(wandb_project="books")
     with pytest.raises(ConfigError, match=r"what MLflow .* is kept with checkpoints; set checkpoints_local_dir\."):
         InferenceRunner(ask, config(server), writer(tmp_path), monitoring=settings)
+
+
+# jobs that are tracked -----------------------------------------------------------------------------------------------
+
+STAND_IN = """
+import json, os, sys, time
+from pathlib import Path
+
+FOLDER = Path(os.environ["STAND_IN"])
+
+def note(**fields):
+    with (FOLDER / "calls.jsonl").open("a") as file:
+        file.write(json.dumps({"pid": os.getpid(), **fields}) + "\\n")
+
+print("noise on standard output")
+if os.environ.get("STAND_IN_DOES") == "hang":
+    note(call="hang")
+    while True:
+        time.sleep(1000)
+if os.environ.get("STAND_IN_DOES") == "crash":
+    os._exit(7)
+
+class Settings:
+    def __init__(self, **settings):
+        pass
+
+class Artifact:
+    def __init__(self, name, type):
+        self.name = name
+    def add_file(self, path):
+        pass
+
+class Run:
+    def __init__(self, id):
+        self.id = id
+        self._kept = FOLDER / f"{id}.json"
+        self.summary = json.loads(self._kept.read_text()) if self._kept.exists() else {}
+    def define_metric(self, name, **settings):
+        pass
+    def log(self, values):
+        self.summary |= values
+        self._kept.write_text(json.dumps(self.summary))
+        note(call="log", id=self.id, values=values)
+    def log_artifact(self, artifact):
+        note(call="log_artifact", id=self.id, name=artifact.name)
+    def finish(self, exit_code):
+        note(call="finish", id=self.id, status=self.summary["status"], exit_code=exit_code)
+
+def init(**settings):
+    note(call="init", **{name: settings[name] for name in ("id", "project", "entity", "name", "config", "resume")})
+    if os.environ.get("STAND_IN_DOES") == "fail":
+        raise ConnectionError("no network, and the key is canary-of-a-key")
+    return Run(settings["id"])
+"""
+
+
+@contextmanager
+def no_tracking_left() -> Iterator[None]:
+    """Ends all of this process at the end of the block."""
+    try:
+        yield
+    finally:
+        for one in tracking._jobs.values():
+            one.close()
+        tracking._jobs.clear()
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the stand-in writes what is asked of it."""
+    folder = tmp_path / "stand_in"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("STAND_IN", str(folder))
+    monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-key")
+    monkeypatch.setattr(exporter, "_DONE_SECONDS", 3600.0)  # on a busy machine an import takes long
+    monkeypatch.setattr(exporter, "_STOPPED_SECONDS", 3600.0)
+    monkeypatch.setattr(tracking, "_SLOW_SECONDS", 3600.0)
+    with no_tracking_left():
+        yield folder / "calls.jsonl"
+
+
+def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
+    """The calls of this name, or all."""
+    found = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+    return [one for one in found if call in (None, one["call"])]
+
+
+TRACKED = MonitoringConfig(run_name="books", wandb_project="team/texts")
+
+
+def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: list[str]) -> None:
+    failing = True
+
+    async def fails_once(document: Any, generate: Any) -> Any:
+        if document.id == "id 3" and failing:
+            raise ValueError("not today")
+        return await ask(document, generate)
+
+    with FakeServer() as server:
+        for failing, rank in ((True, 0), (True, 1), (False, 0), (False, 1)):
+            with no_tracking_left():  # as if each were a command of its own
+                job = runner(
+                    tmp_path, server, fails_once, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
+                    accept_changes=True,
+                )  # fmt: skip
+                try:
+                    job.run(documents(5), rank, 2)
+                except CkptError:
+                    assert failing
+    inits = made(calls, "init")
+    assert len({(one["id"], one["project"], one["entity"], one["name"], one["resume"]) for one in inits}) == 1
+    assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")
+    assert len({one["pid"] for one in inits}) == 4
+    sums = [one["values"]["documents"] for one in made(calls, "log")]
+    assert sums[-1] == 10
+    assert sums == sorted(sums)
+    assert len({one["values"]["at"] for one in made(calls, "log")}) == len(sums), "no point twice"
+    assert made(calls)[-1] == made(calls, "finish")[-1]
+    assert (made(calls)[-1]["status"], made(calls)[-1]["exit_code"]) == ("FINISHED", 0)
+    assert [line for line in log if "monitoring" in line] == []
+
+
+def test_settings_are_parameters_and_secrets_are_not(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "canary-of-a-key")
+    with FakeServer() as server:
+        parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
+        settings = {"api_key_env": "KEY_OF_TEST", "default_generation_params": parameters}
+        runner(tmp_path, server, config=settings, monitoring=TRACKED).run(documents(2))
+    (init,) = made(calls, "init")
+    assert init["config"]["config.default_generation_params.temperature"] == "0.5"
+    assert init["config"]["config.default_generation_params.token"] == "***"
+    assert init["config"]["config.api_key_env"] == "KEY_OF_TEST"
+    assert init["config"]["run.records_per_chunk"] == "2"
+    assert "canary" not in calls.read_text()
+
+
+def test_a_library_that_hangs_is_given_up_and_ends_with_the_run(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setenv("STAND_IN_DOES", "hang")
+    monkeypatch.setattr(exporter, "_DONE_SECONDS", 0.2)
+    with FakeServer() as server:
+        runner(tmp_path, server, monitoring=TRACKED).run(documents(2))
+    assert [line for line in log if "Weights & Biases has not confirmed the end of this attempt within" in line]
+    assert [line for line in log if line.startswith("SUCCESS")]
+    (hanging,) = waited_for(lambda: made(calls))
+    with no_tracking_left():  # as at the end of the process
+        pass
+    with pytest.raises(ProcessLookupError):
+        os.kill(hanging["pid"], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [("fail", "ConnectionError: no network, and the key is ***. The run goes on"), ("crash", "ended with code 7")],
+)
+def test_a_library_that_fails_is_said_once_without_secrets(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str], does: str, said: str
+) -> None:
+    monkeypatch.setenv("STAND_IN_DOES", does)
+    with FakeServer() as server:
+        for rank in range(3):
+            runner(tmp_path, server, monitoring=TRACKED).run(documents(2), rank, 3)
+    warnings = [line for line in log if "could not be sent to Weights & Biases" in line]
+    assert len(warnings) == 1
+    assert said in warnings[0]
+
+
+def job(tmp_path: Path) -> JobSettings:
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    return JobSettings(str(tmp_path / "checkpoints"), "id", "run", 2, wandb_project="texts")
+
+
+def pid(one: Tracking) -> int | None:
+    return None if one._process is None else one._process.pid
+
+
+@pytest.mark.slow
+def test_one_process_of_a_job_sends_and_another_one_follows(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
+    first, second = Tracking(job(tmp_path)), Tracking(job(tmp_path))
+    first.join()
+    second.join()
+    assert pid(first)
+    assert pid(second) is None
+    first.close()
+    waited_for(lambda: pid(second))
+    second.close()
+
+
+def test_a_process_that_was_killed_is_replaced(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
+    one = Tracking(job(tmp_path))
+    one.join()
+    before = pid(one)
+    assert before
+    os.kill(before, signal.SIGKILL)
+    waited_for(lambda: pid(one) not in (None, before))
+    one.close()
+    assert "its process has ended with code -9" in log[0]
+
+
+WORKER = """
+import sys, threading
+from tests.integration.test_monitoring import Tracking, job, pid
+from pathlib import Path
+one = Tracking(job(Path(sys.argv[1])))
+one.join()
+print(pid(one), flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_worker_that_was_killed(tmp_path: Path, calls: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    environment = {**os.environ, "STAND_IN_DOES": "hang", "PYTHONPATH": f"{calls.parent}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        sender = int(worker.stdout.readline())
+        worker.kill()
+    waited_for(lambda: not is_alive(sender))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_whose_fault import all_of, letters, written
-from tests.jobs import ask, documents, runner
+from tests.integration.test_whose_fault import all_of
+from tests.jobs import ask, documents, ids, letters, rows, runner
 
 
 class Mute(Exception):
@@ -97,16 +97,12 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
     str(stopped.value).encode()
     for _ in range(2):  # the second time there is nothing to do
         runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(4))
-        assert written(tmp_path) == ["id 0", "id 2", "id 3"]
+        assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
         assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
     assert letters(tmp_path)[0]["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
     assert server.asked["text 1"] == 1
     runner(tmp_path, server, retry_dead_letters=True, accept_changes=True).run([])
-    assert sorted(written(tmp_path)) == all_of(4)
-
-
-def lines(folder: Path) -> int:
-    return sum(len(file.read_text().splitlines()) for file in (folder / "output").glob("*.jsonl"))
+    assert sorted(ids(tmp_path)) == all_of(4)
 
 
 def odd_input(number: int) -> list[Document]:
@@ -128,7 +124,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
     runner(tmp_path, server, on_document_error="dead_letter").run(odd_input(9))
     found = letters(tmp_path)
     assert [letter["ordinal"] for letter in found] == [1, 2, 3]
-    assert lines(tmp_path) == 9 - 3
+    assert len(rows(tmp_path)) == 9 - 3
 
     async def cleans(document: Document, generate: Any) -> Any:
         assert document.text in ("a\ud800b", "text 2", "text 3"), "a surrogate survives the dead letter"
@@ -136,7 +132,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
         return await ask(document, generate)
 
     runner(tmp_path, server, cleans, retry_dead_letters=True, accept_changes=True).run([])
-    assert lines(tmp_path) == 9
+    assert len(rows(tmp_path)) == 9
 
 
 # at random -----------------------------------------------------------------------------------------------------------
@@ -189,5 +185,5 @@ def test_whatever_a_rollout_does_each_document_ends_once(plan: list[tuple[str, A
         path = Path(folder)
         for _ in range(2):
             runner(path, server, rollout, on_document_error="dead_letter").run(documents(number))
-            assert lines(path) + len(letters(path)) == number
+            assert len(rows(path)) + len(letters(path)) == number
         assert sum(server.asked.values()) == number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
 import shutil
@@ -14,7 +15,6 @@ import fsspec
 import orjson
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -26,6 +26,7 @@ from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner, writer
+from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          records_per_chunk: 2\n"
@@ -35,7 +36,6 @@ JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          rec
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
     """A job of two ranks that has not run yet, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     texts = ["text " + "x" * n for n in range(10)]
     write_job(tmp_path, JOB.replace("URL", server.url), texts[:5], texts[5:])
     return tmp_path
@@ -341,7 +341,6 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
     monkeypatch.setattr(ByPrefix, "store", {})
     monkeypatch.setattr(ByPrefix, "pseudo_dirs", [""])
     monkeypatch.setattr(ByPrefix, "listed", [])
-    DataFolder.clear_instance_cache()
     return ByPrefix
 
 
@@ -506,3 +505,49 @@ def test_the_main_branch_of_a_repository_has_several_names(branch: str, other: s
     with pytest.raises(ConfigError, match="is inside the folder that JsonlReader reads"):
         refuse_own_output([reader], output)
     refuse_own_output([JsonlReader("hf://datasets/org/data@another")], output)
+
+
+# lost commits of a finished rank are damage, whatever proves them ----------------------------------------------------
+
+
+def cut_log(job: Path, lines: int) -> None:
+    log = job / "checkpoints" / "00000" / "commits.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+def forget_last_chunk(job: Path) -> None:
+    shutil.rmtree(job / "checkpoints" / "last_chunk")
+
+
+def forget_documents(job: Path) -> None:
+    """As an earlier release left it."""
+    path = job / "checkpoints" / "00000" / "shard.json"
+    shard = content_of(path) | {"version": 1}
+    del shard["documents"]
+    path.write_text(json.dumps(shard))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.parametrize(
+    ("forget", "proof"),
+    [(forget_last_chunk, "shard.json says that this finished rank has read 5."), (forget_documents, "last_chunk")],
+)
+def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
+    job: Path, call: Call, server: FakeServer, forget: Callable[[Path], None], proof: str, lines: int
+) -> None:
+    assert call("run", "job.yaml")[0] == 0
+    before = outputs(job / "output")
+    cut_log(job, lines)
+    forget(job)
+    asked = server.asked.total()
+    code, said = call("run", "job.yaml")
+    assert (code, server.asked.total()) == (1, asked)
+    assert f"00000/commits.jsonl holds {lines} commits" in said
+    assert proof in said
+    assert "elete" not in said
+    assert f"repair {job}/checkpoints --logging-dir {job}/logs, then run the same" in said
+    assert outputs(job / "output") == before
+    follow_advice(said, call)
+    assert outputs(job / "output") == before
+    assert call("verify", "checkpoints", "--full")[0] == 0

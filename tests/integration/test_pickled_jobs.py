@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import ids, rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,10 +119,6 @@ class Cluster:
             timeout=600,
         )
 
-    def output(self) -> list[dict[str, Any]]:
-        files = sorted((self.folder / "output").glob("*.jsonl"))
-        return [json.loads(line) for path in files for line in path.read_text().splitlines()]
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
@@ -161,8 +158,8 @@ def test_a_queued_task_goes_on_whatever_happened_to_its_script(cluster: Cluster)
                 assert "CheckpointMismatch" in done.stderr, done.stderr[-3000:]
                 assert "  uses.ending code: " in done.stderr
                 (cluster.folder / "site" / "prompts.py").write_text(PROMPTS)
-    assert [line["id"] for line in cluster.output()] == [f"id {number}" for number in range(DOCUMENTS)]
-    assert all(line["prompt"] == "Rewrite:" for line in cluster.output())
+    assert ids(cluster.folder) == [f"id {number}" for number in range(DOCUMENTS)]
+    assert all(line["prompt"] == "Rewrite:" for line in rows(cluster.folder))
     assert list(server.asked) == [f"Rewrite: text {number}plainly!" for number in range(DOCUMENTS)]
     identity = json.loads((cluster.folder / "checkpoints" / "00000" / "run.json").read_bytes())
     assert "accepted_changes" not in identity

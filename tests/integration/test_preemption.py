@@ -62,17 +62,19 @@ def reraised() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def signal_once_asked(server: FakeServer, number: int, sent: int = signal.SIGTERM) -> threading.Thread:
-    """Sends this process a signal once the server has so many requests."""
+@contextmanager
+def signal_once(condition: Callable[[], object], sent: int = signal.SIGTERM) -> Iterator[None]:
+    """Sends this process a signal."""
 
     def watch() -> None:
-        while len(server.payloads) < number:
+        while not condition():
             time.sleep(0.001)
         send_signal(sent)
 
     thread = threading.Thread(target=watch)
     thread.start()
-    return thread
+    yield
+    thread.join()
 
 
 def preempted(
@@ -90,10 +92,9 @@ def preempted(
     Args:
         draining: what happens while requests are waited for: the server answers.
     """
-    timer = signal_once_asked(server, asked, sent)
-    with when_logged(DRAINS, draining or server.release), pytest.raises(end, match=match):
+    once_asked = signal_once(lambda: len(server.payloads) >= asked, sent)
+    with once_asked, when_logged(DRAINS, draining or server.release), pytest.raises(end, match=match):
         step.run(documents(number))
-    timer.join()
 
 
 async def plain(document: Document, generate: Any) -> Any:
@@ -336,18 +337,10 @@ def test_a_server_that_is_starting_is_stopped_at_once(
     monkeypatch.chdir(tmp_path)
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
     step = InferenceRunner(plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
-
-    def watch() -> None:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            time.sleep(0.001)
-        send_signal()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
     began = time.monotonic()
-    with pytest.raises(Preempted):
+    loads = signal_once(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    with loads, pytest.raises(Preempted):
         step.run(documents(2))
-    thread.join()
     assert time.monotonic() - began < 300
     pid = int((tmp_path / "pid").read_text())
     assert pid not in [process.pid for process in guardian.process_table()]
@@ -364,17 +357,9 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     step = InferenceRunner(
         plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"), drain_seconds=600
     )
-
-    def watch() -> None:
-        while not Path("asked").exists() or len(lines("asked")) < 2:
-            time.sleep(0.001)
-        send_signal()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    with when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):
+    asked = signal_once(lambda: Path("asked").exists() and len(lines("asked")) >= 2)
+    with asked, when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):
         step.run([Document(text=f"wait {number}", id=f"{number}") for number in range(5)])
-    thread.join()
     assert (len(engines()), len(lines("asked"))) == (1, 2)
     assert not [line for line in log if "ERROR" in line]
     assert any("2 requests in flight were given up" in line for line in log)

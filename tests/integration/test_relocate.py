@@ -29,6 +29,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 
 from .test_releases import NAMES, NEWEST, kept, restored
 
+Capture = pytest.CaptureFixture[str]
 RANKS = ("00000", "00001", "retry-00001/00000")
 
 
@@ -51,9 +52,7 @@ def named(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path, name)
     before = outputs(tmp_path / "old")
     with FakeServer() as server:
@@ -99,7 +98,7 @@ def alter(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, alter])
 def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
-    damage: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: object, tmp_path: Path, capsys: Capture
 ) -> None:
     new = copied(tmp_path)
     damage(new / "output" / "00000_chunk_00001.jsonl")  # type: ignore[operator]
@@ -119,7 +118,7 @@ def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
     assert relocate(new, "--sizes-only") == (0 if damage is alter else 1)
 
 
-def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     before = outputs(new)
     assert relocate(new, "--dry-run") == 0
@@ -127,7 +126,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert outputs(new) == before
 
 
-def test_ranks_that_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_run_are_refused(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     lock = files.Lock(new / "checkpoints" / "00001" / LOCK)
     try:
@@ -180,9 +179,7 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step:
     assert number >= 8
 
 
-def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints")
     mirror = str(new / "mirror")
@@ -208,14 +205,14 @@ def test_the_new_yaml_file_tells_where_the_output_is(tmp_path: Path, monkeypatch
     assert named(new) == {f"{new}/output"}
 
 
-def test_without_an_output_folder_it_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_output_folder_it_is_a_mistake(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     assert main(["relocate", str(new / "checkpoints")]) == 2
     assert "--output: name the folder" in capsys.readouterr().err
 
 
 def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
-    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
@@ -236,7 +233,7 @@ def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
 # parts that were not copied ------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints" / "00001")
     for path in (new / "output").glob("00001*"):
@@ -252,7 +249,7 @@ def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: pytest.Cap
     assert named(new) == {f"{new}/output"}
 
 
-def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints" / "00001")
     (new / "checkpoints" / "last_chunk" / "00001.txt").unlink()
@@ -270,7 +267,7 @@ def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert named(new) == {f"{new}/output"}
 
 
-def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     plan = new / "checkpoints" / RESHARD_PLAN
     plan.parent.mkdir()
@@ -282,9 +279,7 @@ def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: 
     assert named(new) == {f"{tmp_path}/old/output"}
 
 
-def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
     new = copied(tmp_path)
     for rank in RANKS[:2]:
         edit(new / "checkpoints" / rank / "run.json", reshards=1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec.compression
 import pytest
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
@@ -21,25 +20,9 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner, writer
+from tests.yaml_jobs import job_yaml
 
-JOB = """\
-executor:
-  class_path: LocalPipelineExecutor
-  init_args:
-    tasks: 2
-    workers: 1
-    logging_dir: LOGS
-    pipeline:
-      - {class_path: JsonlReader, init_args: {data_folder: "INPUT"}}
-      - class_path: InferenceRunner
-        init_args:
-          rollout_fn: {class_path: PromptRollout, init_args: {prompt: "Say {text}"}}
-          config: {server_type: dummy, model_name_or_path: m}
-          output_writer:
-            class_path: JsonlWriter
-            init_args: {output_folder: OUTPUT, output_filename: "${rank}_${chunk_index}.jsonl"}
-          checkpoints_local_dir: checkpoints
-"""
+JOB = job_yaml("server_type: dummy, model_name_or_path: m", tasks=2, data="documents")
 S3 = "the Python package 's3fs' is not installed. Run: pip install 'datatrove-ckpt[s3]'."
 ZSTD = "the Python package 'zstandard' is not installed. Run: pip install 'datatrove-ckpt[zstd]'."
 PARQUET = "the Python package 'pyarrow' is not installed. Run: pip install 'datatrove-ckpt[parquet]'."
@@ -62,13 +45,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    DataFolder.clear_instance_cache()
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
 
     def run(*replacements: tuple[str, str]) -> str:
         text = JOB
-        for old, new in (*replacements, ("LOGS", "logs"), ("INPUT", "documents"), ("OUTPUT", "output")):
+        for old, new in replacements:
+            assert old in text
             text = text.replace(old, new)
         Path("job.yaml").write_text(text)
         assert main(["run", "job.yaml"]) == 2
@@ -84,14 +67,15 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 @pytest.mark.parametrize(
     ("replacements", "says"),
     [
-        ([("INPUT", "s3://bucket/in")], f"pipeline[0] JsonlReader.data_folder: {S3}"),
-        ([("LOGS", "s3://bucket/logs")], f"executor LocalPipelineExecutor.logging_dir: {S3}"),
-        ([("OUTPUT", "s3://bucket/out")], f"pipeline[1] InferenceRunner.output_writer.output_folder: {S3}"),
+        ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader.data_folder: {S3}"),
+        ([(": logs", ": s3://bucket/logs")], f"executor LocalPipelineExecutor.logging_dir: {S3}"),
+        ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer.output_folder: {S3}"),
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],
          f"pipeline[1] InferenceRunner: checkpoints_remote_dir: 's3://bucket/c' cannot be used: {S3}"),
-        ([("JsonlWriter", "ParquetWriter")], f"pipeline[1] InferenceRunner.output_writer: {PARQUET}"),
-        ([(".jsonl\"", ".jsonl.zst\", compression: infer")],
+        ([("JsonlWriter", "ParquetWriter"), (", compression: null", "")],
+         f"pipeline[1] InferenceRunner.output_writer: {PARQUET}"),
+        ([('.jsonl", compression: null', '.jsonl.zst", compression: infer')],
          f"pipeline[1] InferenceRunner: output_writer: compression: {ZSTD}"),
     ],
 )  # fmt: skip
@@ -131,8 +115,8 @@ def test_servers_that_cannot_start_are_refused_before_any_task(
 @pytest.mark.parametrize(
     ("setting", "replacement"),
     [
-        ("logging_dir", ("LOGS", "job.yaml/below")),
-        ("output_folder", ("OUTPUT", "job.yaml/below")),
+        ("logging_dir", (": logs", ": job.yaml/below")),
+        ("output_folder", (": output,", ": job.yaml/below,")),
         ("checkpoints_local_dir", ("checkpoints_local_dir: checkpoints", "checkpoints_local_dir: job.yaml/below")),
     ],
 )

@@ -40,6 +40,7 @@ from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, SimulatedCrash, copy_tree, disk_in_place
 from tests.jobs import STOPS_SOON, runner
+from tests.jobs import ids as found_ids
 from tests.kept import content_of
 from tests.mirrors import ask_twice
 
@@ -124,8 +125,7 @@ class Job:
         self.check_finished()
 
     def check_finished(self, ids: list[str] | None = None) -> None:
-        lines = [line for path in (self.folder / "output").glob("*.jsonl") for line in path.read_text().splitlines()]
-        assert sorted(json.loads(line)["id"] for line in lines) == sorted(self.ids if ids is None else ids)
+        assert sorted(found_ids(self.folder)) == sorted(self.ids if ids is None else ids)
         report = verify.verify(self.checkpoints, None, True, str(self.checkpoints))
         assert [str(problem) for problem in report.problems] == []
         assert not report.unfinished

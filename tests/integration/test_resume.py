@@ -25,7 +25,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.disks import EFFECTS
-from tests.jobs import ask, runner
+from tests.jobs import ask, ids, runner
 
 NUMBER = 20
 
@@ -80,14 +80,6 @@ def committed(folder: Path) -> int:
     """How many documents lie in the unbroken run of commits; everything beyond is read again."""
     commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
     return max((commit.next_ordinal for commit in commits.values()), default=0)
-
-
-def ids(folder: Path) -> list[str]:
-    return [
-        json.loads(line)["id"]
-        for path in sorted((folder / "output").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
 
 
 def drop_odd(data: Iterator[Document]) -> Iterator[Document]:

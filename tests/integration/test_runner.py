@@ -37,19 +37,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, make_server, runner, writer
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """All output documents, by rank and chunk."""
-    found = []
-    for path in sorted((folder / "output").glob("*.jsonl")):
-        found += [json.loads(line) for line in path.read_text().splitlines()]
-    return found
-
-
-def ids(folder: Path) -> list[str]:
-    return [line["id"] for line in lines(folder)]
+from tests.jobs import ask, config, documents, ids, make_server, rows, runner, writer
 
 
 def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -175,7 +163,7 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: P
         return {"turn": 1} if document.id == "id 0" and len(turns) == 1 else None
 
     runner(tmp_path, server, rollout, config={"rollouts_per_document": 3}).run(documents(2))
-    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
     assert ids(tmp_path) == ["id 0"], "a document all of whose rollouts are None is dropped"
     assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
 
@@ -202,7 +190,7 @@ def test_shared_context_reaches_the_rollout_in_all_its_forms(
         return word
 
     runner(tmp_path, server, rollout, shared_context=context).run(documents(1))
-    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [word]
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [word]
 
 
 def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
@@ -230,7 +218,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
         step.run(twins)
     assert server.asked == {"same": 3}
     assert sorted(drawn.values()) == ["sample 0", "sample 1", "sample 2"]
-    assert [line["metadata"]["rollout_results"] for line in lines(tmp_path)] == [[drawn[n]] for n in range(3)]
+    assert [line["metadata"]["rollout_results"] for line in rows(tmp_path)] == [[drawn[n]] for n in range(3)]
 
 
 def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
@@ -255,7 +243,7 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
             step.run(documents(1))
         fail[0] = False
         step.run(documents(1))
-    assert lines(tmp_path)[0]["metadata"]["rollout_results"] == [["sample 0", "sample 1", "sample 2"]]
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [["sample 0", "sample 1", "sample 2"]]
     assert len(drawn) == 3
 
 
@@ -295,7 +283,7 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
         fail[0] = False
         step.run(documents(1))
         assert server.asked["rollout 1"] == 1
-    assert len(lines(tmp_path)[0]["metadata"]["rollout_results"]) == 2
+    assert len(rows(tmp_path)[0]["metadata"]["rollout_results"]) == 2
 
 
 # values --------------------------------------------------------------------------------------------------------------
@@ -320,7 +308,7 @@ def rich_document() -> Document:
 
 def test_numpy_bytes_and_dates_are_written_as_datatrove_writes_them(tmp_path: Path, server: FakeServer) -> None:
     runner(tmp_path, server, output_writer=writer(tmp_path, save_media_bytes=True)).run([rich_document()])
-    ours = lines(tmp_path)[0]
+    ours = rows(tmp_path)[0]
     results = ours["metadata"].pop("rollout_results")
     with JsonlWriter(str(tmp_path / "theirs"), "x.jsonl", compression=None, save_media_bytes=True) as theirs:
         theirs.write(rich_document())
@@ -351,7 +339,7 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
 
     fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter), accept_changes=True)
     fixed.run(documents(2))
-    assert lines(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
+    assert rows(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
     assert set(server.asked.values()) == {1}
 
 
@@ -374,10 +362,10 @@ def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: Fake
         twins = [Document(text, f"id {number}") for number, text in enumerate(texts[rank])]
         step.run(twins, rank=rank, world_size=3)
     in_order = [text for of_rank in texts for text in of_rank]
-    assert [line["text"] for line in lines(tmp_path)] == in_order
+    assert [line["text"] for line in rows(tmp_path)] == in_order
     # An answer that leaked from one rank to the next would not be asked for there.
     assert server.asked == Counter(in_order)
-    assert len({line["metadata"]["rollout_results"][0]["text"] for line in lines(tmp_path)}) == 7
+    assert len({line["metadata"]["rollout_results"][0]["text"] for line in rows(tmp_path)}) == 7
     assert [len(commits(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
 
 

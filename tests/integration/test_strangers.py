@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.crash.test_every_effect import answered
 from tests.jobs import ask, config, documents, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
@@ -25,6 +28,10 @@ def put(folder: Path, name: str = STRANGER) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"text": "text 0", "id": "id 0"}\n')
     return path
+
+
+def killed(*arguments: object) -> None:
+    raise StorageFailed("as asked")
 
 
 def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **changes: Any) -> str:
@@ -81,12 +88,8 @@ def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first attempt ended early, and its output folder may be another one by now."""
-
-    def fail(*arguments: object) -> None:
-        raise StorageFailed("as asked")
-
     with monkeypatch.context() as patch:
-        patch.setattr(ChunkOutput, "write_chunk", fail)
+        patch.setattr(ChunkOutput, "write_chunk", killed)
         with pytest.raises(StorageFailed):
             runner(tmp_path, server).run(documents(5))
     assert list(tmp_path.rglob(NOTHING_PUBLISHED))
@@ -126,3 +129,70 @@ def test_a_checkpoint_of_datatroves_without_open_chunks_is_refused_with_the_comm
     assert last.read_text() == content
     assert not (tmp_path / "checkpoints" / "00000").exists()
     assert not server.asked
+
+
+# two jobs that start at one moment, with checkpoints of their own and the same output files --------------------------
+
+
+def job(folder: Path, server: FakeServer, name: str) -> Any:
+    """A runner whose checkpoint is that of the job ``name``; all jobs have one output folder."""
+    return runner(folder / name, server, output_writer=writer(folder))
+
+
+def both(folder: Path, one: FakeServer) -> FakeServer:
+    """The server of job "b": the whole job "a" happens when it is asked first, after "b" found the folder empty."""
+    happened: list[str] = []
+
+    def answer(path: str, text: str) -> str:
+        if not happened:
+            happened.append(text)
+            thread = threading.Thread(target=lambda: job(folder, one, "a").run(documents(5)))
+            thread.start()  # in this one, an event loop runs
+            thread.join()
+        return "b"
+
+    return FakeServer(answer=answer)
+
+
+def test_the_slower_job_overwrites_nothing_however_often_it_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer(answer=lambda path, text: "a") as one, both(tmp_path, one) as other:
+        for _ in range(2):
+            with pytest.raises(OutputMismatch, match=r"jsonl is there with other content, which this rank has not"):
+                job(tmp_path, other, "b").run(documents(5))
+            assert main(["verify", str(tmp_path / "b" / "checkpoints")]) == 1
+            assert ".jsonl is named by no commit. Another job has written it" in capsys.readouterr().out
+        asked = dict(other.asked)
+        mine = [path.read_text() for path in (tmp_path / "output").glob("*.jsonl")]
+        assert len(mine) == 3
+        assert not [content for content in mine if '"text":"b"' in content]
+        job(tmp_path, one, "a").run(documents(5))  # still what it has committed
+        shutil.rmtree(tmp_path / "output")
+        kept = answered(tmp_path / "b")  # what was in flight at a refusal was cut off
+        assert len(kept) >= 2
+        job(tmp_path, other, "b").run(documents(5))  # as the message says
+        assert {text: other.asked[text] for text in kept} == {text: asked[text] for text in kept}, "paid twice"
+    assert len(outputs(tmp_path / "output")) == 3
+    assert not list(tmp_path.rglob(OTHERS_FILES))
+
+
+def test_a_job_that_was_killed_before_its_first_file_overwrites_no_files_of_one_that_came_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkOutput, "write_chunk", killed)
+            with pytest.raises(StorageFailed):
+                job(tmp_path, one, "a").run(documents(5))
+        job(tmp_path, other, "b").run(documents(5))
+        published = outputs(tmp_path / "output")
+        for _ in range(2):
+            with pytest.raises(OutputMismatch, match=r"has written no file yet\. Another run wrote them"):
+                job(tmp_path, one, "a").run(documents(5))
+            assert outputs(tmp_path / "output") == published
+        job(tmp_path, other, "b").run(documents(5))
+        shutil.rmtree(tmp_path / "output")
+        job(tmp_path, one, "a").run(documents(5))
+    assert len(outputs(tmp_path / "output")) == 3
+    assert not list((tmp_path / "a").rglob(NOTHING_PUBLISHED))

@@ -18,8 +18,8 @@ from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
-from tests.integration.test_whose_fault import all_of, written
-from tests.jobs import ask, documents, runner
+from tests.integration.test_whose_fault import all_of
+from tests.jobs import ask, documents, ids, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     asked = dict(server.asked)
     again = Process(process.popen.args, tmp_path)  # type: ignore[arg-type]
     assert again.end() == 0, again.log
-    assert written(tmp_path) == all_of(4)
+    assert ids(tmp_path) == all_of(4)
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, serve
         runner(tmp_path, server, rollout).run(documents(4))
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]
     runner(tmp_path, server, accept_changes=True).run(documents(4))
-    assert written(tmp_path) == all_of(4)
+    assert ids(tmp_path) == all_of(4)
 
 
 FORKS = {
@@ -139,7 +139,7 @@ def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
     process = job(tmp_path, server, FORKING.replace("FORK", fork).replace("WHERE", ""), 5.0)
     assert process.end() == 0, process.log
     assert f"child {FORKS[fork]}" in process.log
-    assert written(tmp_path) == all_of(4)
+    assert ids(tmp_path) == all_of(4)
     assert process.log.count("4 of 4 documents written") == 1
 
 

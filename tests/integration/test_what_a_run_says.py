@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed
@@ -94,7 +93,6 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     tmp_path: Path, server: FakeServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
     write_job(tmp_path, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
@@ -136,7 +134,6 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    DataFolder.clear_instance_cache()
     down: list[bool] = [True]
 
     def status(payload: dict[str, Any], times: int) -> int | None:

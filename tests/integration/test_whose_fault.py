@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import threading
@@ -19,19 +18,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, documents, runner
-
-LETTERS = "checkpoints/00000/dead_letters.jsonl"
-
-
-def written(folder: Path) -> list[str]:
-    files = sorted((folder / "output").glob("*.jsonl"))
-    return [json.loads(line)["id"] for path in files for line in path.read_text().splitlines()]
-
-
-def letters(folder: Path) -> list[dict[str, Any]]:
-    path = folder / LETTERS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+from tests.jobs import STOPS_SOON, ask, documents, ids, letters, runner
 
 
 def all_of(number: int) -> list[str]:
@@ -65,10 +52,10 @@ def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
     with FakeServer(status=lambda payload, times: status) as server:
         with pytest.raises(ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"):
             runner(tmp_path, server, rollout, **settings).run(documents(8))
-        assert letters(tmp_path) == written(tmp_path) == []
+        assert letters(tmp_path) == ids(tmp_path) == []
         server._status = lambda payload, times: None
         runner(tmp_path, server, rollout, **settings).run(documents(8))
-    assert written(tmp_path) == all_of(8)
+    assert ids(tmp_path) == all_of(8)
 
 
 def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]) -> None:
@@ -89,7 +76,7 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]
     with FakeServer() as another:
         runner(tmp_path, another, rollout, **settings).run(documents(8))
         assert set(another.asked) == {f"text {number}" for number in range(3, 8)}
-    assert written(tmp_path) == all_of(8)
+    assert ids(tmp_path) == all_of(8)
 
 
 @pytest.mark.parametrize("status", [402, 451])
@@ -112,7 +99,7 @@ def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_n
     with FakeServer(status=status, delay=lambda payload, times: 0.03) as server, failed:
         runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(documents(400))
     assert letters(tmp_path) == []
-    assert "id 1" not in written(tmp_path)
+    assert "id 1" not in ids(tmp_path)
 
 
 def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
@@ -193,7 +180,7 @@ def test_a_rollout_that_exits_fails_its_document(tmp_path: Path, server: FakeSer
     if name.startswith("SystemExit"):
         assert "the rollout exits.<locals>.leave called sys.exit(" in str(failed.value)
     runner(tmp_path, server, exits(name), config=config, on_document_error="dead_letter").run(documents(6))
-    assert written(tmp_path) == [name for name in all_of(6) if name != "id 2"]
+    assert ids(tmp_path) == [name for name in all_of(6) if name != "id 2"]
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 2"]
 
 

@@ -21,7 +21,7 @@ from datatrove_ckpt.generation.export import exporter
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
-from tests.integration.test_tracked_jobs import no_tracking_left
+from tests.integration.test_monitoring import no_tracking_left
 from tests.jobs import documents, runner
 from tests.pages import ROOT
 from tests.unit.test_metrics import waited_for

@@ -26,8 +26,7 @@ from datatrove_ckpt.documents import decode, encode, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_whose_fault import letters
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, letters, runner
 
 
 class Color(enum.Enum):

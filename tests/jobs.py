@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
@@ -53,6 +54,12 @@ def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any)
     return InferenceRunner(
         rollout, config(server, **settings), checkpoints_local_dir=str(folder / "checkpoints"), **changes
     )
+
+
+def rows(folder: Path, pattern: str = "*.jsonl") -> list[dict[str, Any]]:
+    """What the output files below ``folder`` hold, in the order of their names."""
+    files = sorted((folder / "output").glob(pattern))
+    return [orjson.loads(line) for path in files for line in path.read_bytes().splitlines()]
 
 
 def make_server(config: InferenceConfig, rank: int) -> Server:

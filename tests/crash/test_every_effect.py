@@ -32,6 +32,9 @@ from tests.jobs import documents, runner, the_first_last, writer
 
 pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")
 
+# Those that change what a file holds or is called. A kill before a sync leaves what one before the next effect leaves.
+OF_FILES = ("create", "write", "rename", "truncate", "remove", "commit")
+
 
 @pytest.fixture(autouse=True)
 def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +107,6 @@ def answered(folder: Path) -> Counter[str]:
     return Counter(f"text {ordinal}" for ordinal in found)
 
 
-# Those that change what a file holds or is called. A kill before a sync leaves what one before the next effect leaves.
-OF_FILES = ("create", "write", "rename", "truncate", "remove", "commit")
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("number", "torn", "counted"),
@@ -140,6 +139,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
         assert any(point.startswith(step) for point in report.points), step
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("older", [False, True], ids=["", "a folder without job.json"])
 def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder: Path, older: bool) -> None:
     """And a rank of another job is refused as soon as one holds work."""
@@ -168,24 +168,22 @@ def prove_nothing_is_paid_twice(folder: Path) -> None:
 
         def attempt(folder: Path) -> None:
             server.asked.clear()
-            runner(folder, server).run(documents(5))
+            runner(folder, server).run(documents(3))
             assert not kept & server.asked, "re-requested answers that were on disk"
             kept.clear()
 
         def after_crash(folder: Path) -> None:
             kept.update(answered(folder))
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, after_crash=after_crash)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, after_crash=after_crash, counted=OF_FILES)
 
 
 def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> None:
     prove_nothing_is_paid_twice(folder)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [None, pytest.param("gzip", marks=pytest.mark.slow), pytest.param("zstd", marks=pytest.mark.full), "parquet"],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["parquet", None, "gzip", pytest.param("zstd", marks=pytest.mark.full)])
 def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(folder: Path, kind: str | None) -> None:
     with FakeServer(delay=slow_start) as server:
 
@@ -195,14 +193,16 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
                 if kind == "parquet"
                 else writer(folder, compression=kind)
             )
-            runner(folder, server, output_writer=output).run(documents(5))
+            runner(folder, server, output_writer=output).run(documents(3))
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True, counted=OF_FILES)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("number", "recoveries"), [(3, False), pytest.param(1, True, marks=pytest.mark.full)], ids=["once", "twice"]
+    ("number", "recoveries"),
+    [(2, False), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(1, True, marks=pytest.mark.full)],
+    ids=["once", "longer", "twice"],
 )
 def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, number: int, recoveries: bool) -> None:
     with FakeServer() as server:
@@ -243,6 +243,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.matrix
 @pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, power_loss: bool

@@ -23,8 +23,8 @@ from tests.jobs import documents, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
-DOCUMENTS = 5
-FILES = ["config/000_00000_00000.parquet", "config/000_00000_00001.parquet", "config/000_00000_00002.parquet"]
+DOCUMENTS = 3
+FILES = ["config/000_00000_00000.parquet", "config/000_00000_00001.parquet"]
 
 
 class CrashingClient:
@@ -78,7 +78,8 @@ def wait_for_requests_in_flight() -> None:
             thread.join(60)
 
 
-@pytest.mark.parametrize(("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("seconds", "lag"), [(0.0, 0), (300.0, 0), (300.0, 1)], ids=["several", "one commit", "lag"])
 def test_killed_at_every_request(
     hub: FakeHub, server: FakeServer, client: CrashingClient, ram: Path, seconds: float, lag: int
 ) -> None:
@@ -110,7 +111,7 @@ def test_killed_at_every_request(
         added = [path for commit in hub.commits("org/data") for path in commit.added]
         if not lag:
             assert sorted(added) == FILES, crashed
-        assert len(hub.repo("org/data").uploads) == 3 >= uploads, crashed
+        assert len(hub.repo("org/data").uploads) == len(FILES) >= uploads, crashed
         assert not done & (Counter(server.asked) - asked), crashed
         assert len(server.asked) == DOCUMENTS
         if crashed is None:

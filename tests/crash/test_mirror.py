@@ -24,7 +24,8 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import CrashReport
-from datatrove_ckpt.testing.disks import REMOTE_EFFECTS
+from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
+from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import documents, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
 
@@ -115,7 +116,7 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     ("after_crash", "torn", "number"),
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
-        pytest.param(lose_the_node, True, 3, id="node lost, torn puts"),
+        pytest.param(lose_the_node, True, 2, id="node lost, torn puts"),
         pytest.param(keep_the_node, True, 3, id="node kept, torn puts", marks=pytest.mark.slow),
         pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],
@@ -140,7 +141,7 @@ def stopped_in_the_middle(folder: Path) -> None:
     assert in_newest_version(folder) == up_to("text 5 again")
 
 
-def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> CrashReport:
+def prove_restoring(folder: Path, server: FakeServer, after_crash: Any, counted: tuple[str, ...]) -> CrashReport:
     known = in_newest_version(folder)
 
     def run(folder: Path) -> None:
@@ -148,16 +149,24 @@ def prove_restoring(folder: Path, server: FakeServer, after_crash: Any) -> Crash
         Job(folder).run(server)
         assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
 
-    return assert_same_output_after_crash(run, folder, recoveries=False, torn=True, after_crash=after_crash)
+    return assert_same_output_after_crash(
+        run, folder, recoveries=False, torn=True, after_crash=after_crash, counted=counted
+    )
 
 
-@pytest.mark.parametrize("after_crash", [pytest.param(lose_the_node, marks=pytest.mark.slow), keep_the_node])
+ALL = (*EFFECTS, *REMOTE_EFFECTS)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("after_crash", "counted"), [(keep_the_node, OF_FILES), (keep_the_node, ALL), (lose_the_node, ALL)]
+)
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
-    folder: Path, after_crash: Any
+    folder: Path, after_crash: Any, counted: tuple[str, ...]
 ) -> None:
     stopped_in_the_middle(folder)
     with FakeServer() as server:
-        report = prove_restoring(folder, server, after_crash)
+        report = prove_restoring(folder, server, after_crash, counted)
     print(report)
     for step in ("create chunk_00001.jsonl", "write commits.jsonl", "commit replay.sqlite3", "rename 00000"):
         assert any(point.startswith(step) for point in report.points), step
@@ -237,4 +246,4 @@ def test_restoring_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(files.Disk, "rename", copy)
     # run.json says how many commits there are, so the half-made folder is refused, and not worked on.
     with pytest.raises(CheckpointCorrupt, match=r"commits\.jsonl is missing, but there were 1"), FakeServer() as server:
-        prove_restoring(folder, server, keep_the_node)
+        prove_restoring(folder, server, keep_the_node, ALL)

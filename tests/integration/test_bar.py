@@ -57,11 +57,11 @@ def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
     write_job(folder, text + "          drain_seconds: 0.1\n", *texts)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path, workers: int) -> None:
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path) -> None:
     with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
         write(tmp_path, server)
-        with command(tmp_path, terminal, f"--executor.workers={workers}") as process:
+        with command(tmp_path, terminal, "--executor.workers=2") as process:
             lines = terminal.until(
                 lambda lines: has_bar(lines) and len(server.payloads) >= 8 and " 7 docs, " in f" {lines[-1]}"
             )

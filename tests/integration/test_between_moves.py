@@ -5,21 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, last_chunk_file, rank_folder
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
-from datatrove_ckpt.testing.disks import copy_tree
-from tests.kept import content_of, edit
+from tests.kept import edit
 
 from .test_moves_together import elsewhere
 from .test_reshard import Job, answers, job, mirrored, server, some
@@ -61,7 +57,8 @@ def run_rank(job: Job, rank: int, tasks: int) -> None:
     step(reader(None, rank, tasks), rank, tasks)
 
 
-@pytest.mark.parametrize(("numbers", "rank"), [((4, 2), 0), ((4, 2), 3), ((1, 4), 0), ((2, 2), 1)], ids=str)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("numbers", "rank"), [((4, 2), 3), ((1, 4), 0)], ids=str)
 def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     job: Job, numbers: tuple[int, int], rank: int
 ) -> None:
@@ -87,18 +84,7 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     job.check_finished()
 
 
-def test_shares_for_another_number_of_tasks_are_refused_though_no_rank_tells(job: Job) -> None:
-    dealt_out_anew(job, 1, 4)
-    for path in [*job.checkpoints.glob("0*"), job.checkpoints / "last_chunk", job.folder / "output"]:
-        shutil.rmtree(path)
-    (job.checkpoints / JOB).unlink()
-    for start in (lambda: job.executor(1).run(), lambda: run_rank(job, 0, 1)):
-        with pytest.raises(CkptError, match=r"(?s)shares\.json deals the input out to another.*tasks: 4 -> 1"):
-            start()
-    job.executor(4).run()
-    job.check_finished()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
@@ -131,6 +117,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: 
     job.finish(3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -> None:
@@ -156,7 +143,8 @@ def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -
     job.check_finished()
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [1, 4])
 def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -> None:
     dealt_out_anew(job, 4, 2)
     move_away(job, 3)
@@ -166,27 +154,10 @@ def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -
     job.check_finished()
 
 
-def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dealt_out_anew(job, 4, 2)
-    other = elsewhere(job, "checkpoints", "output")
-    move_away(other, 3)
-    last_chunk_file(other.checkpoints, 3).unlink()
-    command = ["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]
-    assert main(command) == 1
-    assert "00003 is missing" in capsys.readouterr().out
-    for part in ("checkpoints", "output"):
-        shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
-    assert main(command) == 0
-    shutil.rmtree(job.checkpoints)
-    shutil.rmtree(job.folder / "output")
-    other.executor(2).run()
-    other.check_finished()
-
-
-@pytest.mark.parametrize("part", ["", SHARES, "00000", "00003"], ids=["all", "shares", "a task", "a retired task"])
-@pytest.mark.parametrize("when", ["middle", "after"])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("when", "part"), [("middle", ""), ("middle", SHARES), ("after", "00000"), ("after", "00003")], ids=str
+)
 def test_what_a_node_has_of_before_reshard_is_replaced_by_what_the_mirror_has(job: Job, when: str, part: str) -> None:
     dealt_out_anew(job, 4, 2)
     shutil.rmtree(job.folder / "backup")
@@ -210,6 +181,7 @@ def test_what_a_node_has_of_before_reshard_is_replaced_by_what_the_mirror_has(jo
     job.check_finished()
 
 
+@pytest.mark.slow
 def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None:
     dealt_out_anew(job, 4, 2)
     job.changes = mirrored(job)
@@ -220,6 +192,7 @@ def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None
     job.check_finished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [RUN, COMMITS])
 def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, name: str) -> None:
     job.changes = mirrored(job)
@@ -230,119 +203,7 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, 
         check_before_run(job.executor(2))
 
 
-def test_a_mirror_of_before_is_refused_before_anything_is_restored_from_it(job: Job) -> None:
-    job.changes = mirrored(job)
-    job.stop_in_the_middle(4, some(job, 3))
-    job.changes = {}
-    job.reshard(4, 2)
-    folder = rank_folder(job.checkpoints, 3).rename(job.folder / "00003")
-    job.changes = mirrored(job)
-    for _ in range(2):
-        with pytest.raises(CkptError, match="holds this run as it was before `datatrove-ckpt reshard`"):
-            job.executor(2).run()
-    folder.rename(rank_folder(job.checkpoints, 3))
-    job.changes = {}
-    job.finish(2)
-
-
-def test_a_mirror_whose_shares_are_older_than_the_ranks_is_no_way_out(job: Job) -> None:
-    dealt_out_anew(job, 4, 2)
-    old = (job.checkpoints / SHARES).read_bytes()
-    job.stop_in_the_middle(2, some(job, 5))
-    job.reshard(2, 3)
-    job.changes = mirrored(job)
-    job.stop_in_the_middle(3, some(job, 7))
-    now = (job.folder / "mirror" / SHARES).read_bytes()
-    (job.checkpoints / SHARES).unlink()
-    (job.folder / "mirror" / SHARES).write_bytes(old)
-    for tasks in (2, 3):
-        with pytest.raises(CkptError, match=r"shares\.json is older \(number 1\), so nobody knows"):
-            job.executor(tasks).run()
-    (job.folder / "mirror" / SHARES).write_bytes(now)
-    job.finish(3)
-
-
-def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(job: Job) -> None:
-    """Also if the first upload of a task was killed after its empty first version."""
-    job.write_input((3, 2, 4))
-    executor = job.executor(3)
-    for rank in (0, 1):
-        executor._run_for_rank(rank)
-    job.changes = mirrored(job)
-    check_before_run(job.executor(3))
-    first, *others = sorted((job.folder / "mirror/00001").glob("generation-*"))
-    for path in others:
-        path.unlink()
-    assert first.name.startswith("generation-00000001-")
-    check_before_run(job.executor(3))
-    asked = job.server.asked.copy()
-    job.stop_in_the_middle(3, {"text 2-3"}, ranks=[2])
-    shutil.rmtree(job.checkpoints)
-    job.executor(3).run()
-    assert {question: job.server.asked[question] for question in asked} == asked
-    job.check_finished()
-
-
-KEY = "0123456789abcdef-secret"
-
-
-def edits(ranks: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What somebody may do to ``shares.json`` on the mirror. All but the first hold every file once, as they should."""
-    parts = [(rank, at, part) for rank, share in ranks.items() for at, part in enumerate(share)]
-    rank, at, cut = next(one for one in parts if one[2][2] and len(one[2][2]) > 1)
-    after, behind, rest = next(one for one in parts if one[2][0] == cut[0] and one[2][1] == cut[2])
-    earlier = [cut[2][0] - 1, *cut[2][1:]]
-    here, there = [*ranks[rank]], [*ranks[after]]
-    here[at], there[behind] = [*cut[:2], earlier, *cut[3:]], [rest[0], earlier, *rest[2:]]
-    return {
-        "no ranks": {},
-        "a share of two": ranks | {"0": [*ranks["0"], *ranks["1"]], "1": []},
-        "another order": {name: share[::-1] for name, share in ranks.items()},
-        "shares changed hands": ranks | {"0": ranks["1"], "1": ranks["0"]},
-        "a cut is elsewhere": ranks | ({rank: here, after: there} if rank != after else {rank: []}),
-    }
-
-
-@pytest.mark.parametrize("key", [KEY, None], ids=["key", "no key"])
-def test_whoever_edits_the_shares_on_a_mirror_loses_and_repeats_no_document(
-    job: Job, key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if key:
-        monkeypatch.setenv(MIRROR_KEY_VARIABLE, key)
-    dealt_out_anew(job, 4, 2)
-    job.changes = mirrored(job)
-    check_before_run(job.executor(2))
-    job.stop_in_the_middle(2, some(job, 5))
-    shares, start = job.folder / "mirror" / SHARES, job.folder.with_name("start")
-    shutil.rmtree(job.checkpoints)
-    check_before_run(job.executor(2))  # the mirror is enough
-    shutil.rmtree(job.checkpoints)
-    copy_tree(job.folder, start)
-    for number, ranks in enumerate(edits(content_of(shares)["ranks"]).values()):
-        edit(shares, ranks=ranks)
-        holds_each_file_once = number > 0
-        says = "is not sealed" if key and holds_each_file_once else r"shares\.json cannot be read"
-        refused = pytest.raises(CkptError, match=says)
-        with refused if key or not holds_each_file_once else suppress(CkptError):
-            check_before_run(job.executor(2))
-            job.executor(2).run()
-            job.check_finished()
-        with refused if key else suppress(CkptError):
-            run_rank(job, 0, 2)
-        copy_tree(start, job.folder)
-
-
-def test_a_mirror_without_tasks_gives_no_shares(job: Job) -> None:
-    dealt_out_anew(job, 4, 2)
-    (job.folder / "mirror").mkdir()
-    shutil.copy(job.checkpoints / SHARES, job.folder / "mirror")
-    shutil.rmtree(job.checkpoints)
-    job.changes = mirrored(job)
-    for start in (lambda: check_before_run(job.executor(2)), lambda: run_rank(job, 0, 2)):
-        with pytest.raises(CkptError, match="no task is on this mirror"):
-            start()
-
-
+@pytest.mark.slow
 def test_edited_shares_are_a_problem_of_verify(job: Job) -> None:
     dealt_out_anew(job, 4, 2)
     edit(job.checkpoints / SHARES, ranks={})

@@ -33,6 +33,7 @@ from tests.pages import ROOT, pages, table_rows
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 @pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove_ckpt.run_inference"])
 def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
@@ -92,6 +93,7 @@ def missing(names: Iterable[str]) -> list[str]:
     return [name for name in names if f"`{name}`" not in TABLE]
 
 
+@pytest.mark.slow
 def test_each_row_names_a_test_that_exists() -> None:
     assert len(ROWS) > 30
     for row in ROWS:
@@ -147,6 +149,7 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path: Path
         runner(tmp_path, server, rollout).run(documents(1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
 def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
     with FakeServer(status=lambda payload, times: status if "text 1" in str(payload) else None) as server:
@@ -219,6 +222,7 @@ def test_progress_is_a_line(tmp_path: Path, log: list[str]) -> None:
     assert "0 documents done, 0 of them in this run, 0 requests, 0.0 doc/s, 0.0 req/s, 0 tok/s" in shown
 
 
+@pytest.mark.slow
 def test_server_logs_have_the_rank_in_their_names(tmp_path: Path) -> None:
     settings = InferenceConfig("dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False)
     step = InferenceRunner(ask, settings, writer(tmp_path))

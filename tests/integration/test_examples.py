@@ -54,6 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def examples(language: str) -> list[Any]:
+    """README's run by default, those of docs/ are slow."""
+    found = [block for block in blocks(language) if block not in torch_examples()]
+    readme = set(blocks(language, "README.md"))
+    return [pytest.param(one, id=str(one), marks=() if one in readme else pytest.mark.slow) for one in found]
+
+
 # python --------------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +71,7 @@ def on_one_core() -> None:
         os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
 
 
-@pytest.mark.parametrize("block", [one for one in blocks("python") if one not in torch_examples()], ids=str)
+@pytest.mark.parametrize("block", examples("python"))
 def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
@@ -88,7 +95,7 @@ def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
 # yaml ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+@pytest.mark.parametrize("block", examples("yaml"))
 def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
     content = yaml.safe_load(block.text)
     text = block.text
@@ -126,6 +133,7 @@ def answer(payload: dict[str, Any], times: int) -> str:
     return str(times) if rating else f"That is {times}. Answer: {times // 2}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block", blocks("yaml", "docs/rollouts.md"), ids=str)
 def test_the_rollouts_of_the_docs_run(folder: Path, capsys: Capture, block: Block) -> None:
     content, rows = yaml.safe_load(block.text), []
@@ -168,6 +176,7 @@ def type_in(line: str, more: Sequence[str] = ()) -> None:
         assert main([*shlex.split(command)[1:], *more]) == 0, line
 
 
+@pytest.mark.slow
 def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
     """Against the quick start, with fewer documents and shorter answers."""
     shutil.copytree(ROOT / "configs", "configs")
@@ -207,6 +216,7 @@ def help_examples() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.slow
 def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a shell's words; a server with canned answers takes the model's place."""
     shutil.copytree(ROOT / "configs", "configs")
@@ -336,6 +346,9 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
 }
 
 
+BY_DEFAULT = [(name, "0") for name, _ in SCENARIOS if name != "plan"]  # which measures for seconds
+
+
 def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
     documented = [
         (name, row[0])
@@ -347,7 +360,13 @@ def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
 
 
 @pytest.mark.usefixtures("finished")
-@pytest.mark.parametrize(("case", "scenario"), SCENARIOS.items(), ids=[" ".join(case) for case in SCENARIOS])
+@pytest.mark.parametrize(
+    ("case", "scenario"),
+    [
+        pytest.param(case, scenario, id=" ".join(case), marks=() if case in BY_DEFAULT else pytest.mark.slow)
+        for case, scenario in SCENARIOS.items()
+    ],
+)
 def test_commands_end_with_the_exit_codes_of_the_docs(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, case: tuple[str, str], scenario: Scenario
 ) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,10 @@ from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
-    Preempted,
     ServerRefused,
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
@@ -74,6 +69,7 @@ def completed(folder: Path) -> set[int]:
     return {int(path.name) for path in (folder / "logs" / "completions").glob("*")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path: Path, workers: int) -> None:
     executor = LocalPipelineExecutor([Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork")
@@ -100,6 +96,7 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     assert sorted(attempts(tmp_path)) == [3, 5, 6]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("fails", "workers", "error"),
     [
@@ -124,15 +121,6 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 
-def test_how_often_a_rank_is_tried_can_be_chosen(tmp_path: Path) -> None:
-    executor = LocalPipelineExecutor(
-        [Step(tmp_path, "kill")], 2, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=4
-    )
-    with pytest.raises(WorkerDied):
-        executor.run()
-    assert len(attempts(tmp_path)[1]) == 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -146,13 +134,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
         LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
 
 
-def test_a_pipeline_without_our_step_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_run, "check_before_run", None)
-    monkeypatch.setattr(before_run, "check_after_run", None)
-    LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs")).run()
-    assert completed(tmp_path) == {0}
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
     (tmp_path / "first").mkdir()
@@ -217,53 +199,6 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkey
         reads.clear()
         one_at_a_time.run()
     assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """As in a batch script of Slurm that runs a program with this executor."""
-    write_inputs(tmp_path, 3)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3.0))  # half of a short time is for work
-    said = "Stopped by the end of the job's time limit. Run the same command again to resume."
-    with FakeServer(hold_after=4) as server:
-        with pytest.raises(Preempted, match=re.escape(said)):
-            job(tmp_path, server, workers, drain_seconds=0.1).run()
-        monkeypatch.delenv("SLURM_JOB_END_TIME")
-        server.release()
-        job(tmp_path, server, workers).run()
-    assert len(completed(tmp_path)) == 3
-
-
-class DiesWhenMarked(Step):
-    """Its process is killed as soon as rank 1 is marked as complete: nobody hears of its end."""
-
-    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        marker = Path(self.folder, "logs", "completions", "00001")
-
-        def kill() -> None:
-            while not marker.exists():
-                time.sleep(0.0005)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if rank == 1:
-            threading.Thread(target=kill, daemon=True).start()
-        yield from super().run(data, rank, world_size)
-
-
-@pytest.mark.parametrize("tries", [1, 2])
-def test_a_rank_that_is_complete_counts_although_its_worker_died_before_it_said_so(tmp_path: Path, tries: int) -> None:
-    class SlowToSaySo(LocalPipelineExecutor):
-        def mark_rank_as_completed(self, rank: int) -> None:
-            super().mark_rank_as_completed(rank)
-            time.sleep(600 if rank == 1 else 0)  # until it is killed
-
-    SlowToSaySo(
-        [DiesWhenMarked(tmp_path)], 3, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=tries
-    ).run()
-    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"] == 3
-    assert len(attempts(tmp_path)[1]) == 1
 
 
 def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,19 +266,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.timeout(1800)  # three programs with workers
-def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
-    write_inputs(tmp_path, 3)
-    (tmp_path / "script.py").write_text(OTHER_CODE)
-    (tmp_path / "prompts.py").write_text(PROMPTS)
-    with FakeServer() as server:
-        for workers, method in (("3", "spawn"), ("1", "spawn"), ("2", "fork")):
-            done = run_script(tmp_path, server.url, "decorated", workers, "default", method)
-            assert done.returncode == 0, done.stderr
-            (tmp_path / "logs" / "completions" / "00001").unlink()
-        assert set(server.asked.values()) == {1}
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
     write_inputs(tmp_path, 3)
@@ -359,20 +282,3 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
         done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
         assert done.returncode == 0, done.stderr
         assert all(question.startswith("of the command line") for question in server.asked)
-
-
-class Moves(Step):
-    """Changes the working directory."""
-
-    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        Path(self.folder, f"was in {rank}").write_text(str(Path.cwd()))
-        os.chdir("/")
-        yield from super().run(data, rank, world_size)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_step_that_changes_the_working_directory_does_so_for_its_rank_only(tmp_path: Path, workers: int) -> None:
-    here = str(Path.cwd())
-    LocalPipelineExecutor([Moves(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork").run()
-    assert {path.read_text() for path in tmp_path.glob("was in *")} == {here}
-    assert str(Path.cwd()) == here

@@ -83,15 +83,9 @@ def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_pat
     assert set(server.asked.values()) == {1}
 
 
-@pytest.mark.parametrize(
-    ("asleep", "locks"),
-    [
-        pytest.param(True, "local", id="stopped-local"),
-        pytest.param(False, "none", id="running-none"),
-        pytest.param(True, "none", id="stopped-none", marks=pytest.mark.slow),
-        pytest.param(False, "local", id="running-local", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("locks", ["local", "none"])
+@pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
     tmp_path: Path, server: FakeServer, locks: str, asleep: bool
 ) -> None:

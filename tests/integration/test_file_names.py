@@ -12,7 +12,6 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
-from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, runner
@@ -39,6 +38,7 @@ def about(number: int, **metadata: Any) -> Document:
 # rank and chunk are ours ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
     tmp_path: Path, server: FakeServer, checkpoints: bool
@@ -58,24 +58,18 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
 OUTSIDE = {
     "../../x": "leaves the output folder",
     "/x": "leaves the output folder",
-    "a/../b": "leaves the output folder",
     "..": "leaves the output folder",
-    ".": "leaves the output folder",
     "": "has an empty part",
-    "a//b": "has an empty part",
     "s3://bucket/x": "has an empty part",
     "a\0b": "has a control character",
-    "a\nb": "has a control character",
     "..\\x": "has a control character or a backslash",
     "x" * 256: "has a part of 256 bytes",
-    "é" * 128: "has a part of 256 bytes",
     "/".join(["x" * 200] * 6): "is longer than 1024 bytes",
     STAGING: "is in a folder",
-    STAGING.upper(): "is in a folder",
-    f"{STAGING}/x": "is in a folder",
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lang", OUTSIDE, ids=ascii)
 def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
     tmp_path: Path, server: FakeServer, lang: str
@@ -91,6 +85,7 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert all(name.startswith("a/b/checkpoints/") for name in outputs(tmp_path))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lang", ["../../x", "/x", ""])
 def test_without_checkpoints_a_name_that_leaves_the_folder_stops_the_rank(
     tmp_path: Path, server: FakeServer, lang: str
@@ -135,16 +130,6 @@ def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeSer
     output = writer(tmp_path, "${lang}_${chunk_index}.jsonl")
     runner(tmp_path, server, output_writer=output, records_per_chunk=20).run(found)
     assert sorted(ids(tmp_path / "output")) == sorted(f"{name}_00000.jsonl" for name in names)
-
-
-def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(tmp_path: Path) -> None:
-    output = writer(tmp_path, BY_LANGUAGE)
-    staged = StagedFiles(tmp_path / "staging", output.output_mg)
-    staged.get_file("en/0.jsonl").write(b"x")
-    (tmp_path / "staging" / "EN").symlink_to("en")  # as a file system that ignores case
-    with pytest.raises(OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"):
-        staged.get_file("EN/0.jsonl")
-    staged.abandon()
 
 
 def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server: FakeServer) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import documents, rows, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -36,8 +34,7 @@ class Server(FakeServer):
 
 
 def texts(folder: Path) -> list[str]:
-    lines = [line for path in sorted((folder / "output").glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return [json.loads(line)["metadata"]["rollout_results"][0]["text"] for line in lines]
+    return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 
 def test_a_resume_at_a_server_that_stops_believes_no_half_answer(tmp_path: Path) -> None:
@@ -71,21 +68,6 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
 
 
-def test_without_the_setting_kept_answers_that_were_believed_are_asked_again(tmp_path: Path) -> None:
-    async def two_requests(document: Document, generate: Any) -> Any:
-        first = await generate({"messages": [{"role": "user", "content": "first"}]})
-        await generate({"messages": [{"role": "user", "content": "second"}]})
-        return first
-
-    with Server({"first": [None]}) as server:
-        with pytest.raises(ServerRefused, match="accept_null_finish_reason"):
-            runner(tmp_path, server, two_requests, config=ACCEPTS).run(documents(1))
-        assert server.asked == {"first": 1, "second": 1}
-        runner(tmp_path, server, two_requests, config=ONE_BY_ONE, accept_changes=True).run(documents(1))
-        assert server.asked == {"first": 2, "second": 1}
-    assert texts(tmp_path) == ["whole"]
-
-
 def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(tmp_path: Path) -> None:
     with Server({}, refuses="text 2") as server:
         with pytest.raises(ServerRefused, match="401"):
@@ -93,12 +75,3 @@ def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
         server.refuses = ""
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
             runner(tmp_path, server, config=ACCEPTS).run(documents(4))
-
-
-def test_an_attempt_that_got_no_answer_may_add_the_setting(tmp_path: Path) -> None:
-    with Server({f"text {index}": [None] * 99 for index in range(2)}) as server:
-        short = {**ONE_BY_ONE, "server_patience_seconds": 0.1}
-        with pytest.raises(Exception, match="set accept_null_finish_reason to true"):
-            runner(tmp_path, server, config=short).run(documents(2))
-        runner(tmp_path, server, config=ACCEPTS).run(documents(2))
-    assert texts(tmp_path) == ["half"] * 2

@@ -17,23 +17,21 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
-from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN, SHARES, is_finished
+from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
-from datatrove_ckpt.maintenance.fork_source import Source
-from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import documents, writer
 from tests.make_release import run
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_releases import NEWEST, VERSIONS, kept, restored
+from .test_releases import NEWEST, kept, restored
 
 DOCUMENTS = 7
 
@@ -106,6 +104,7 @@ def first_requests(server: FakeServer) -> set[str]:
     return {question.removeprefix("Say text ") for question in server.asked if question.startswith("Say")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
 def test_only_answers_to_equal_payloads_are_not_asked_again(
     per_chunk: int, old: Path, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
@@ -130,6 +129,7 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(
     assert kept(old) == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("finished", [True, False])
 def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     finished: bool, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
@@ -176,7 +176,9 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
         assert found >= {ordinal for commit in done for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
 
     (tmp_path / "job").mkdir()
-    print(assert_same_output_after_crash(attempt, tmp_path / "job", recoveries=False, after_crash=all_are_there))
+    assert_same_output_after_crash(
+        attempt, tmp_path / "job", recoveries=False, after_crash=all_are_there, counted=OF_FILES
+    )
 
 
 def test_the_old_run_goes_on_beside_its_fork(old: Path, tmp_path: Path, server: FakeServer) -> None:
@@ -200,6 +202,7 @@ def test_a_fork_resumes_like_any_run(old: Path, tmp_path: Path, server: FakeServ
     assert verify(new / "checkpoints", full=True).problems == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("changed", ["id 1", "id 3", "id 4"])
 def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, server: FakeServer) -> None:
     new = tmp_path / "new"
@@ -211,15 +214,7 @@ def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, serve
     start(new, server, TwoSteps("Longer"))
 
 
-@pytest.mark.parametrize(("number", "said"), [(8, "7 documents, and this one has more"), (6, "7 documents, not 6")])
-def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path: Path, server: FakeServer) -> None:
-    start(tmp_path / "old", server, TwoSteps("Shorter"))
-    assert fork(tmp_path / "old", tmp_path / "new") == 0
-    with pytest.raises(CheckpointMismatch, match=f"it had {said}"):
-        start(tmp_path / "new", server, TwoSteps("Longer"), number=number)
-    start(tmp_path / "new", server, TwoSteps("Longer"))
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -270,6 +265,7 @@ def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, capsys: pytest.C
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_path: Path) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new" / "checkpoints"
     before, number = kept(old), 0
@@ -292,6 +288,7 @@ def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_pa
     print(f"fork was killed at {number} effects")
 
 
+@pytest.mark.slow
 def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,18 +306,6 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
         run(new, server.url, 0)
         run(new, server.url, 2)
     assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
-
-
-@pytest.mark.parametrize(
-    "name", [NEWEST, *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS if name != NEWEST)]
-)
-def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
-    old, new = restored(name, tmp_path / "old"), tmp_path / "new"
-    assert fork(old, new) == 0
-    shutil.copytree(old / "input", new / "input")
-    with FakeServer() as server:
-        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
-        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
 
 
 def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,21 +363,7 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
 
 
-def test_with_a_mirror_the_tasks_of_the_new_run_may_start_on_other_nodes(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mirror = f"--pipeline.1.checkpoints_remote_dir={yaml.parent}/mirror"
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 0
-    assert f"Made {yaml.parent}/new/checkpoints and {yaml.parent}/mirror." in capsys.readouterr().out
-    shutil.rmtree("new")
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, mirror]) == 2
-    assert "mirror holds a checkpoint already" in capsys.readouterr().err
-    assert main(["run", "job.yaml", *NEW, mirror]) == 0
-    assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
-    content = json.loads(Path("new/checkpoints/00000/run.json").read_bytes())
-    assert content["forked"]["documents"] == 3
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
@@ -415,8 +386,6 @@ def test_what_does_not_fit_is_said_before_anything_is_made(
 # runs that are no plain ones ------------------------------------------------------------------------------------------
 
 A, B = ({"model_kwargs": {"revision": name}} for name in "AB")
-REVISION = '--pipeline.1.config.model_kwargs={"revision": "%s"}'
-KEEP = "--pipeline.1.keep_answers=true"
 
 
 def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id 5", **settings: Any) -> None:
@@ -427,77 +396,6 @@ def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id
     server.asked.clear()
 
 
-def cached(new: Path, rank: int = 0) -> int:
-    """The number of answers that a fork holds."""
-    copy = shutil.copytree(new / "checkpoints" / f"{rank:05d}", new.with_name("copy"))
-    cache = RequestCache(copy / "replay.sqlite3")
-    try:
-        return sum(len(cache.answers(ordinal)) for ordinal in cache.ordinals())
-    finally:
-        cache.close()
-        shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_answers_of_two_model_revisions_in_one_task_are_not_used(
-    finished: bool, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    stop(old, server, A, keep_answers=True)
-    if finished:
-        start(old, server, TwoSteps("Shorter"), config=B, keep_answers=True, accept_changes=True)
-    else:
-        stop(old, server, B, keep_answers=True, accept_changes=True)
-    assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
-    server.asked.clear()
-    assert fork(old, new) == 0
-    said = capsys.readouterr().out
-    assert "answers: none can be used: model_kwargs changed in the middle of this run\n" in said
-    assert cached(new) == 0
-    start(new, server, TwoSteps("Shorter"), config=A)  # nothing binds it to either revision
-    assert sum(server.asked.values()) == 2 * DOCUMENTS
-    server.asked.clear()
-    assert fork(new, tmp_path / "third") == 0
-    assert "model_kwargs changed" not in capsys.readouterr().out
-
-
-def test_another_prompt_in_the_middle_leaves_the_answers_usable(
-    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stop(tmp_path / "old", server, A, keep_answers=True)
-    start(tmp_path / "old", server, TwoSteps("Longer"), config=A, keep_answers=True, accept_changes=True)
-    assert fork(tmp_path / "old", tmp_path / "new") == 0
-    assert f"of {DOCUMENTS} documents kept" in capsys.readouterr().out
-    run = json.loads((tmp_path / "new" / "checkpoints" / "00000" / "run.json").read_bytes())
-    assert run["model_kwargs"] == A["model_kwargs"]
-
-
-def test_of_each_task_those_answers_are_used_that_are_of_the_new_runs_settings(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree("checkpoints")
-    shutil.rmtree("output")
-    shutil.rmtree("logs")
-    two = ["--executor.tasks=2", KEEP]
-    run_rank(yaml, 0, REVISION % "A", *two)
-    run_rank(yaml, 1, REVISION % "B", *two, "--pipeline.1.accept_changes=true")
-    server.asked.clear()
-    for name, asked in (("A", {"Say c"}), ("B", {"Say a", "Say b"})):
-        shutil.rmtree("new", ignore_errors=True)
-        changed = [*NEW[1:], *two, REVISION % name]
-        capsys.readouterr()
-        assert main(["fork", "job.yaml", "job.yaml", *changed]) == 0
-        said = capsys.readouterr().out
-        assert "answers of 1 of 2 tasks cannot be used: model_kwargs changed\n" in said
-        server.asked.clear()
-        assert main(["run", "job.yaml", *changed]) == 0
-        assert set(server.asked) == asked
-    # A script has no file to compare with: what is kept is what the job's last settings allow, and no task is refused.
-    assert main(["fork", "job.yaml", "third", *two]) == 0
-    runs = [json.loads(Path(f"third/{rank:05d}/run.json").read_bytes()) for rank in (0, 1)]
-    assert [run.get("model_kwargs") for run in runs] == [None, {"revision": "B"}]
-
-
 def run_rank(yaml: Path, rank: int, *overrides: str) -> None:
     """Runs one task of a file's job."""
     executor = make_executor(argparse.Namespace(config=str(yaml), overrides=list(overrides)))
@@ -506,144 +404,4 @@ def run_rank(yaml: Path, rank: int, *overrides: str) -> None:
         documents = step(documents, rank, executor.world_size)
 
 
-def test_a_fork_that_has_not_started_is_forked(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    third = [text.replace("new/", "third/") for text in NEW]
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    capsys.readouterr()
-    assert main(["fork", "new/checkpoints", "job.yaml", *third]) == 0
-    assert "changed: not known, because new/checkpoints is a fork that has not started\n" in capsys.readouterr().out
-    assert main(["run", "job.yaml", *third]) == 0
-    assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
-    assert verify(Path("third/checkpoints"), full=True).problems == []
-
-
-def test_a_half_resharded_run_is_not_forked(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = old / "checkpoints" / RESHARD_PLAN
-    plan.parent.mkdir()
-    plan.write_bytes(ReshardPlan(1, 2, 1).to_json())
-    assert fork(old, tmp_path / "new") == 1
-    assert "reshard` was interrupted" in capsys.readouterr().err
-    assert not (tmp_path / "new" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("command", ["verify", "repair"])
-def test_a_fork_that_has_not_started_has_no_output_yet(
-    command: str, yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    capsys.readouterr()
-    assert main([command, "new/checkpoints"]) == 2
-    assert "error: new/checkpoints is a fork that has not started, so it has no output yet." in capsys.readouterr().err
-    assert main([command, "job.yaml", *NEW]) == (3 if command == "verify" else 0)
-    said = capsys.readouterr().out
-    assert f"of {yaml.parent}/new/output" in said if command == "verify" else "There is nothing to repair." in said
-
-
-def test_the_old_runs_output_folder_is_refused_by_any_name(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("link").symlink_to("output")
-    for name in ("link", "new/../output", f"{yaml.parent}/output"):
-        capsys.readouterr()
-        same = f"--pipeline.1.output_writer.output_folder={name}"
-        assert main(["fork", "checkpoints", "job.yaml", *NEW, same]) == 2
-        assert "is that of checkpoints. Choose another one" in capsys.readouterr().err
-        assert not Path("new/checkpoints").exists()
-
-
-def test_a_fork_that_is_typed_again_refuses_what_the_first_one_refused(
-    yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    for change in ("--pipeline.1.output_writer.output_folder=output", "--executor.logging_dir=logs"):
-        capsys.readouterr()
-        assert main(["fork", "job.yaml", "job.yaml", *NEW, change]) == 2
-        assert "Choose another one" in capsys.readouterr().err
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    assert "is this fork already" in capsys.readouterr().out
-
-
-def test_the_old_runs_logging_dir_is_refused(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("link").symlink_to("logs")
-    for name in ("logs", "link"):
-        for what in ("job.yaml", "checkpoints"):  # a folder does not tell its logging_dir; the markers in it do
-            capsys.readouterr()
-            assert main(["fork", what, "job.yaml", *NEW, f"--executor.logging_dir={name}"]) == 2
-            assert f"logging_dir: {yaml.parent}/{name} is another run's: datatrove skips" in capsys.readouterr().err
-    shutil.rmtree("logs/completions")
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, "--executor.logging_dir=logs"]) == 2
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-
-
-def test_after_a_reshard_a_change_of_one_task_counts_for_all_of_them(tmp_path: Path) -> None:
-    settings = {"format": 2, "tasks": 2, "model_kwargs": {}, "canned_answers": False, "use_chat": True}
-    changes = ([{"field": "use_chat", "old": False, "new": True}, {"field": "records_per_chunk"}], [])
-    for rank, accepted in enumerate(changes):
-        path = tmp_path / f"{rank:05d}" / "run.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps({**settings, "owner": {"fence": 1}, "accepted_changes": accepted}))
-    said = "use_chat changed in the middle of this run"
-    for expected in ([said, ""], [said, said]):
-        ranks = find_ranks(tmp_path)
-        why = Source.read(tmp_path, ranks).why_unusable(None)
-        assert [why(rank) for rank in ranks] == expected
-        (tmp_path / SHARES).write_text("{}")
-
-
 # costs ----------------------------------------------------------------------------------------------------------------
-
-
-def said_by_fork(capsys: pytest.CaptureFixture[str], *changes: str, what: str = "job.yaml") -> str:
-    capsys.readouterr()
-    assert main(["fork", what, "job.yaml", *NEW[1:], *changes, "--dry-run"]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("yaml")
-def test_more_rollouts_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        "cost: for 3 documents, if each rollout takes what it took before, 2 per document instead of 1: 6 requests, "
-        "12 prompt and 12 completion tokens, less"
-    ) in said_by_fork(capsys, "--pipeline.1.config.rollouts_per_document=2")
-
-
-def test_what_makes_answers_useless_is_said_beside_their_number(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("checkpoints", "output", "logs"):
-        shutil.rmtree(folder)
-    assert main(["run", "job.yaml", KEEP]) == 0
-    kept = "so at most 3 requests, 6 prompt and 6 completion tokens are not paid again"
-    assert f"{kept}\n" in said_by_fork(capsys)
-    for changes, names in (
-        ([NEW[0]], "rollout_fn.prompt"),
-        ([NEW[0], "--pipeline.1.config.seed=3"], "rollout_fn.prompt, seed"),
-        (
-            ['--pipeline.1.config.default_generation_params={"temperature": 0.5}'],
-            "default_generation_params",
-        ),
-    ):
-        but = f"{kept}. It may be none, because what payloads are made of changed: "
-        found = said_by_fork(capsys, *changes).partition(but)[2].partition("\n")[0]
-        assert set(found.split(", ")) == set(names.split(", "))
-
-
-def test_the_number_of_documents_is_no_larger_than_it_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FakeServer(status=lambda payload, times: 400 if "f" in payload["messages"][-1]["content"] else None) as server:
-        text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 1", tasks=2)
-        write_job(tmp_path, text, "abc", "def")
-        run_rank(tmp_path / "job.yaml", 0)
-        assert "cost: for about 6 documents" in said_by_fork(capsys)  # the other task as much
-        with pytest.raises(DocumentFailed):
-            run_rank(tmp_path / "job.yaml", 1)
-    Path("checkpoints/00001/history.jsonl").unlink()  # as after a kill in its first seconds
-    assert "cost: for about 6 documents" in said_by_fork(capsys)
-
-
-@pytest.mark.usefixtures("yaml")
-def test_of_a_fork_that_has_not_started_the_documents_are_known_and_no_costs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["fork", "job.yaml", "third"]) == 0
-    assert "cost: not known for 3 documents, because none is finished in third\n" in said_by_fork(capsys, what="third")

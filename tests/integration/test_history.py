@@ -6,12 +6,11 @@ import asyncio
 import gzip
 import signal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import pytest
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -110,20 +109,6 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
 
 
-def test_the_first_line_does_not_wait_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_history, "_FIRST_SECONDS", 0.01)
-
-    async def until_noted(document: Document, generate: Any) -> Any:
-        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 2:
-            await asyncio.sleep(0.01)
-        return await ask(document, generate)
-
-    with FakeServer() as server:
-        runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(1))
-    (attempt,) = history_of(tmp_path).attempts
-    assert [(line.own.documents, line.position.total) for line in attempt.progress] == [(0, None), (0, 1), (1, 1)]
-
-
 def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_FIRST_BACKOFF", 0.01)
 
@@ -151,14 +136,11 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
-    tmp_path: Path, compression: Literal["gzip"] | None
-) -> None:
-    path = tmp_path / "input" / f"documents.jsonl{'.gz' if compression else ''}"
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "input" / "documents.jsonl.gz"
     path.parent.mkdir()
     content = b"".join(orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100))
-    path.write_bytes(gzip.compress(content) if compression else content)
+    path.write_bytes(gzip.compress(content))
     size = path.stat().st_size
 
     async def refuse_half(document: Document, generate: Any) -> Any:
@@ -176,24 +158,3 @@ def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
     assert first.last.position.share == pytest.approx(0.5, abs=0.02)
     assert second.progress[0].position == first.last.position, "what the attempt before knew last"
     assert second.last.position == InputPosition(size, size, "bytes")
-
-
-def test_an_input_of_unknown_size_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.01)
-    said: list[str] = []
-    handler = logger.add(said.append, level="INFO", format="{message}")
-
-    async def until_noted(document: Document, generate: Any) -> Any:
-        while sum(isinstance(record, Progress) for record in history_of(tmp_path).records) < 4:
-            await asyncio.sleep(0.01)
-        return await ask(document, generate)
-
-    try:
-        with FakeServer() as server:
-            runner(tmp_path, server, until_noted).run(iter(documents(3)))
-    finally:
-        logger.remove(handler)
-    (line,) = [line for line in said if "without percent" in line]
-    assert "give them no position" in line or "gives them no position" in line
-    last = history_of(tmp_path).last
-    assert last.position == InputPosition()

@@ -77,6 +77,7 @@ def rows_on_hub(hub: FakeHub, repository: str) -> dict[str, list[dict[str, Any]]
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("name", "repository", "logs", "longest"),

@@ -24,7 +24,6 @@ from datatrove_ckpt.readers import (
     position_state,
     retries,
 )
-from datatrove_ckpt.readers.no_documents import first_row
 from datatrove_ckpt.readers.revisions import Revisions
 from tests.hub import FakeHub
 
@@ -76,6 +75,7 @@ def resumed(given: dict[str, Any], document: Document, rank: int = 0, tasks: int
     return reader.run(None, rank, tasks)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None:
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
@@ -133,6 +133,7 @@ def test_another_revision_is_refused(hub: FakeHub) -> None:
     assert read(HuggingFaceDatasetReader, other) == documents
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming: bool) -> None:
     with pytest.raises(InputError, match=r"'org/data' cannot be opened.*HF_TOKEN"):
@@ -144,6 +145,7 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
@@ -210,12 +212,6 @@ def _without_backoff(*arguments: Any, **more: Any) -> Any:
     return http_backoff(*arguments, **more, max_retries=0)
 
 
-def test_the_first_line_of_a_file_on_the_hub_that_holds_no_documents(hub: FakeHub) -> None:
-    """As ``doctor`` looks for it, in the root of a repository."""
-    hub.put("org/data", {".gitattributes": b"\n*.bin filter=lfs\n"})
-    assert first_row(JsonlReader("hf://datasets/org/data"), ".gitattributes").text == "*.bin filter=lfs"
-
-
 # what cannot be read: one line each, with what to do ------------------------------------------------------------------
 
 LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
@@ -237,6 +233,7 @@ def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("place", "advice"),
     [
@@ -251,6 +248,7 @@ def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
     assert advice in said
 
 
+@pytest.mark.matrix
 def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
     assert "The token is wrong, or has expired. Set HF_TOKEN to a valid one" in refused(
@@ -258,36 +256,10 @@ def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("request_kind", ["tree", "resolve"])
 def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -> None:
     hub.fail(request_kind, 403, times=None)
     said = refused(kind("hf://datasets/org/input/part"))
     assert "403 Forbidden" in said
     assert "set HF_TOKEN to a token of an account that may read it" in said
-
-
-@pytest.mark.parametrize("what", ["file", "repository"])
-def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what: str) -> None:
-    reader = kind("hf://datasets/org/input/part")
-    assert len(list(reader.run())) == 2
-    if what == "file":
-        hub.repo("org/input").commit("main", "by hand", "", hub.clock.now(), [], [FILES[kind]])
-    else:
-        hub.repos.clear()
-    said = refused(reader)  # which has the listing
-    assert said.startswith(
-        f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
-    )
-    assert ("was there when the folder was listed" in said) is (what == "file")
-    assert ("restore the repository" in said) is (what == "repository")
-
-
-def test_an_error_of_the_adapter_is_not_the_hubs(hub: FakeHub) -> None:
-    def adapter(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
-        return {"text": Path("nowhere").read_text()}
-
-    hub.put("org/input", {"part/0.jsonl": LINES, "part/0.parquet": parquet(0, 2)})
-    for kind, pattern in ((JsonlReader, "*.jsonl"), (ParquetReader, "*.parquet")):
-        reader = kind("hf://datasets/org/input/part", adapter=adapter, glob_pattern=pattern)
-        with pytest.raises(FileNotFoundError, match="nowhere"):
-            list(reader.run())

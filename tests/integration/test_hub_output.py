@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,10 +24,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import drain, stop
 from datatrove_ckpt.output import hub_commits, hub_errors, targets
-from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History
-from datatrove_ckpt.output.hub_uploads import HubUploads
-from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
@@ -129,35 +125,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert "the rank has nothing else left to do." in said
 
 
-def test_a_rank_that_ends_has_commits_that_others_wait_for(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
-) -> None:
-    hub.create_repo("org/data")  # the first commit
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        while document.id == "id 4" and not any("Next look in" in line for line in log):
-            await asyncio.sleep(0.01)
-        return await ask(document, generate)
-
-    hub_runner(tmp_path, server, rollout=rollout, hub_commits_per_hour=2, hub_commit_seconds=0.0).run(documents(5))
-    (said,) = [line for line in log if "Next look in" in line]
-    assert "1 were made within an hour, and hub_commits_per_hour is 2, 1 of them for ranks that end" in said
-    assert "generation goes on." in said
-    assert len(hub.commits("org/data")) == 1  # not an hour later
-    assert committed(tmp_path) == [0, 1, 2]
-
-
-def test_a_commit_whose_answer_and_look_up_got_lost_is_not_made_again(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
-    hub.create_repo("org/data")
-    hub.drop_answer("commit")
-    hub.fail("info", 503, times=20)  # more than the client repeats by itself
-    hub_runner(tmp_path, server).run(documents(5))
-    assert len(hub.commits("org/data")) == 1
-    assert committed(tmp_path) == [0, 1, 2]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
 def test_files_that_vanish_during_the_run_are_missed_at_its_end(
     hub: FakeHub, server: FakeServer, tmp_path: Path, event: str
@@ -183,23 +151,6 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(
     assert events == [event]
 
 
-def test_which_states_of_the_hub_are_surely_earlier_than_a_commit(hub: FakeHub) -> None:
-    folder = HubFolder.parse("hf://datasets/org/data")
-    uploads = HubUploads(folder, StoppableCalls())
-    hub.put("org/data", {"0.txt": b"."})
-    before = uploads.read_history()
-    made = uploads.confirmed(hub.put("org/data", {"1.txt": b"."}).oid)
-    assert uploads.is_earlier(before, made)
-    assert not uploads.is_earlier(uploads.read_history(), made)
-    hub.put("org/data", {"2.txt": b"."})
-    assert not uploads.is_earlier(uploads.read_history(), made)
-    hub.create_repo("org/data").commit("main", "anew", "", hub.clock.now(), [], [])
-    assert not uploads.is_earlier(uploads.read_history(), made)
-    of_the_new_one = uploads.confirmed(hub.put("org/data", {"1.txt": b"."}).oid)
-    assert not uploads.is_earlier(uploads.read_history(), made)
-    assert not uploads.is_earlier(uploads.read_history(), of_the_new_one)
-
-
 FAULTS = [
     pytest.param("commit", {"status": 412, "message": "A commit has happened since. Please refresh."}, id="412"),
     pytest.param("commit", {"status": 429}, id="429 without advice"),
@@ -213,6 +164,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_what_passes_is_tried_again_and_nothing_is_there_twice(
     hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any]
@@ -228,6 +180,7 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(
     assert committed(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lag", [1, 3])
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int
@@ -243,6 +196,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "fault", "message"),
     [
@@ -272,6 +226,7 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
     hub: FakeHub, tmp_path: Path, chunk: int
@@ -296,50 +251,6 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
         hub_runner(tmp_path, server).run(documents(5))
         assert set(server.asked.values()) == {1}
     assert list(hub.files("org/data")) == names(3)
-
-
-def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.create_repo("org/data")
-    other = {names(3)[1]: b"PAR1 of another job"}
-    look_up = HubFolder.look_up
-
-    def and_then(folder: HubFolder, files: list[str], revision: str | None = None) -> Any:
-        found = look_up(folder, files, revision)
-        if not found:
-            hub.put("org/data", other)
-        return found
-
-    monkeypatch.setattr(HubFolder, "look_up", and_then)
-    with pytest.raises(OutputMismatch, match=r"00001.parquet is there with other content"):
-        hub_runner(tmp_path, server).run(documents(5))
-    assert hub.files("org/data") == other
-
-
-def test_own_files_whose_journal_was_lost_are_refused_and_the_advice_helps(hub: FakeHub, tmp_path: Path) -> None:
-    """A machine may crash after the hub's commit, and lose the journal; the answers may differ then."""
-    hub.create_repo("org/data")
-    checkpoints, copy = tmp_path / "checkpoints", tmp_path / "as it was"
-    rule = hub.fail("preupload", 400, times=None)
-    with FakeServer(answer=lambda path, text: "one") as server:
-        with pytest.raises(OutputFailed):
-            hub_runner(tmp_path, server).run(documents(5))
-        shutil.copytree(checkpoints, copy)
-        rule.stop()
-        hub_runner(tmp_path, server).run(documents(5))
-    mine = hub.files("org/data")
-    shutil.rmtree(checkpoints)
-    shutil.copytree(copy, checkpoints)
-    for path in (*checkpoints.glob("*/chunk_*.jsonl"), *checkpoints.glob("*/replay.sqlite3*")):
-        path.unlink()
-    with FakeServer(answer=lambda path, text: "two") as server:
-        with pytest.raises(OutputMismatch, match=r"If there is no other job, this rank committed .* itself, and lost"):
-            hub_runner(tmp_path, server).run(documents(5))
-        assert hub.files("org/data") == mine
-        hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], list(mine))
-        hub_runner(tmp_path, server).run(documents(5))
-    assert hub.files("org/data").keys() == mine.keys()
 
 
 # datatrove's writers for the hub -------------------------------------------------------------------------------------
@@ -458,6 +369,7 @@ def test_a_drain_commits_what_is_uploaded(
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output import hub_errors, hub_lag, targets
+from datatrove_ckpt.output import hub_lag, targets
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.hub.job import Cli, hub_job
@@ -68,6 +65,7 @@ def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: Fak
     assert cli("verify", "checkpoints", "--full")[0] == 0
 
 
+@pytest.mark.slow
 def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None:
     assert cli("run", "job.yaml")[0] == 0
     before = hub.files("org/data")
@@ -82,6 +80,7 @@ def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None
     assert hub.files("org/data") == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
 def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, hub: FakeHub, ending: str) -> None:
     job = Path("job.yaml")
@@ -101,32 +100,6 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, 
     assert hub.files("org/data") == before
 
 
-def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    for path in Path("checkpoints").glob("*/commits.jsonl"):
-        commits = read_commits(path).values()
-        for file in (file for commit in commits for file in commit.files):
-            assert len(file.hub_hash) == 40
-            file.hub_hash = ""
-        path.write_bytes(b"".join(seal(commit.to_json()) for commit in commits))
-        assert b"hub_hash" not in path.read_bytes()
-    content = hub.files("org/data")[FILES[0]]
-    hub.put("org/data", {FILES[0]: bytes([*content[:-1], content[-1] ^ 1])})
-    assert cli("run", "job.yaml")[0] == 0
-    assert cli("verify", "checkpoints")[0] == 0
-    code, said = cli("verify", "checkpoints", "--full")
-    assert (code, "00000_00000.jsonl is altered" in said) == (1, True)
-
-
-def test_old_commits_are_not_waited_for(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 3600.0))
-    for path in Path("checkpoints").glob("*/commits.jsonl"):
-        os.utime(path, (0, 0))
-    remove(hub, FILES[0])
-    assert cli("run", "job.yaml")[0] == 1
-
-
 def beside(job: str) -> str:
     """The job with local folders of its own."""
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
@@ -140,6 +113,7 @@ def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
     assert (code, "is a new checkpoint, which knows none of them" in said) == (1, True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["repository", "token"])
 def test_a_repository_that_cannot_be_listed_is_one_line(
     cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
@@ -153,46 +127,6 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
     assert code == 1
     assert "hf://datasets/org/data/part cannot be listed" in said
     assert "hf_Fake" not in said
-
-
-def test_repair_in_another_repository_is_for_output_that_was_moved(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    other = ["--output", "hf://datasets/org/other/part"]
-    moved = hub.files("org/data")
-    hub.put("org/other", {name: moved[name] for name in (*FILES[1:], *CARD)})
-    code, said = cli("repair", "checkpoints", *other)
-    assert (code, "that folder still exists. Nothing was changed." in said) == (2, True)
-    hub.repos.pop(("dataset", "org/data"))
-    code, said = cli("verify", "checkpoints", *other)
-    assert (code, "00000_00000.jsonl is missing" in said) == (1, True)
-    code, said = cli("repair", "checkpoints", *other)
-    assert (code, "take back its commit" in said) == (0, True)
-
-
-def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    held = hub.hold("tree", times=None)
-    try:
-        for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-            code, said = cli(*command)
-            assert (code, "no answer within 0 s" in said) == (1, True)
-            assert "hf://datasets/org/data/part: cannot be listed" in said
-            assert "heck the network" in said
-    finally:
-        held.release()
-
-
-def test_a_first_listing_that_fails_for_a_moment_is_made_again(
-    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-        hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
-        code, said = cli(*command)
-        assert (code, said.count("Next attempt in")) == (0, 2)
 
 
 # a repository that vanishes after files were committed there ----------------------------------------------------------
@@ -212,6 +146,7 @@ ACCEPTED = "--pipeline.1.accept_changes=true"
 GONE = "there is no dataset repository org/data, or this token may not see it, but this job has committed 3 files there"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("complete", [True, False])
 def test_run_names_the_files_that_were_there_and_the_ways_out(
     cli: Cli, hub: FakeHub, server: FakeServer, complete: bool
@@ -229,15 +164,7 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     assert len(server.payloads) == asked
 
 
-def test_doctor_says_the_same_once(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    hub.repos.clear()
-    code, said = cli("doctor", "job.yaml")
-    assert (code, said.count(GONE)) == (1, 1)
-    assert "1 problem" in said
-    assert "repos create" not in said
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     cli: Cli, hub: FakeHub, complete: bool
@@ -255,27 +182,10 @@ def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     assert not hub.repos
 
 
-def test_a_branch_that_is_gone(cli: Cli, hub: FakeHub) -> None:
-    hub.create_repo("org/data", branches=("v2",))
-    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data/part", "org/data@v2/part"))
-    assert cli("run", "job.yaml")[0] == 0
-    hub.create_repo("org/data")
-    make_incomplete()
-    code, said = cli("run", "job.yaml")
-    assert (code, "org/data has no branch 'v2', but this job has committed 3 files there" in said) == (1, True)
-
-
+@pytest.mark.slow
 def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: FakeHub) -> None:
     assert cli("run", "job.yaml")[0] == 0
     hub.repos["dataset", "org/new"] = hub.repos.pop(("dataset", "org/data"))
     make_incomplete()
     Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/new"))
     assert cli("run", "job.yaml", ACCEPTED)[0] == 0
-
-
-def test_files_of_another_repository_are_not_counted(cli: Cli, hub: FakeHub) -> None:
-    assert cli("run", "job.yaml")[0] == 0
-    make_incomplete()
-    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/misspelt"))
-    code, said = cli("run", "job.yaml", ACCEPTED)
-    assert (code, "hf repos create org/misspelt" in said, "has committed" in said) == (1, True, False)

@@ -26,7 +26,8 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
-from tests.jobs import ask, runner
+from tests.crash.test_every_effect import OF_FILES
+from tests.jobs import ask, rows, runner
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 Run = Callable[..., int]
@@ -40,21 +41,6 @@ class Drop(PipelineStep):
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         for _ in data:
             yield from ()
-
-
-class Keep(PipelineStep):
-    """A filter that keeps every document, and counts them."""
-
-    name, type = "Keep", "test"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        for document in data:
-            self.seen += 1
-            yield document
 
 
 def lines(*numbers: int) -> str:
@@ -97,8 +83,7 @@ def job(tmp_path: Path) -> Iterator[Run]:
 
 def outputs(folder: Path) -> list[str]:
     """The texts in the output, in the order of the files' names."""
-    found = [path.read_text().splitlines() for path in sorted((folder / "output").glob("*.jsonl"))]
-    return [json.loads(line)["text"] for file in found for line in file]
+    return [row["text"] for row in rows(folder)]
 
 
 def completed(folder: Path) -> list[str]:
@@ -112,6 +97,7 @@ def kept(folder: Path, rank: int = 0) -> Any:
 # No documents ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 @pytest.mark.parametrize(
     ("content", "options", "message"),
@@ -143,6 +129,7 @@ def test_a_rank_without_documents_is_not_complete(
     assert len(outputs(tmp_path)) == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_path: Path, reader: str) -> None:
     for number in range(1, 4):
@@ -152,6 +139,7 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_p
     assert outputs(tmp_path) == ["text 0", "text 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tmp_path: Path, reader: str) -> None:
     drop = {"class_path": f"{__name__}.Drop"}
@@ -165,6 +153,7 @@ def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tm
     assert outputs(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_whole_input_of_empty_texts_is_no_success(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,15 +167,6 @@ def test_a_whole_input_of_empty_texts_is_no_success(
     shutil.rmtree(tmp_path / "logs")
     assert job() == 0
     assert "1 of 1" in capsys.readouterr().out
-
-
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
-    assert job("datatrove.pipeline.readers.CSVReader") == 1
-    assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
-    assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
 
 
 # What was skipped is said ----------------------------------------------------------------------------------------
@@ -218,32 +198,6 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
-def test_files_without_a_document_beside_good_ones_are_named_once_over_all_attempts(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "documents"
-    for number, name in enumerate(["00.csv", "README", "3.txt", "4", f"sub/{'x' * 60}"]):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("id,text\n" * (number + 1))
-    (folder / "5.jsonl").write_text('{"content": "a"}\n' * 12)
-    (folder / "6.jsonl").write_text("\n")
-    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode())[:-4])
-    for _ in range(2):
-        assert job(tasks=1) == 1
-    (folder / "9.jsonl.gz").write_bytes(gzip.compress(lines(8, 9).encode()))
-    capsys.readouterr()
-    assert job(tasks=1) == 0
-    skipped = (
-        "Skipped: 15 damaged lines and 12 rows without text; 6 files gave no document: 00.csv, 3.txt, 4 and 3 more."
-    )
-    assert skipped in capsys.readouterr().out
-    log = (tmp_path / "logs/logs/task_00000.log").read_text()
-    assert "The input file 'README' gave no document" in log
-    assert skipped in log
-    assert job(tasks=1) == 0
-    assert skipped in capsys.readouterr().out
-
-
 # The input of a finished run -------------------------------------------------------------------------------------
 
 
@@ -261,6 +215,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("reader", "change"), [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")]
 )
@@ -283,6 +238,7 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
     assert outputs(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job() == 0
     assert job() == 0
@@ -304,46 +260,6 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert job(limit=1) == 0, "files behind the limit are not read"
 
 
-KEEP: Any = {"class_path": "tests.integration.test_input.Keep"}
-
-
-def test_other_default_metadata_is_refused_for_finished_ranks(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
-    assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
-    assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
-    assert job(default_metadata={"a": 2, "b": [1]}) == 1
-    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
-
-
-def test_a_retry_is_refused_over_another_input_but_not_if_that_is_gone(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job(steps=({"class_path": "tests.integration.test_job_check.Hidden"},)) == 0
-    assert job(text_key="id", retry=True) == 1
-    assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
-    (tmp_path / "documents/4.jsonl").write_text(lines(9))
-    assert job(retry=True) == 1
-    assert "'4.jsonl'" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "documents")
-    assert job(retry=True) == 0
-    assert "8 of 8 documents" in capsys.readouterr().out
-
-
-def test_a_file_list_is_compared_by_the_files_that_it_names(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = tmp_path / "paths.txt"
-    paths.write_text("0.jsonl\n1.jsonl\n")
-    assert job(paths_file=str(paths)) == 0
-    (tmp_path / "documents/3.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 0, "a file that is not in the list"
-    (tmp_path / "documents/1.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 1
-    assert "removed: '1.jsonl'" in capsys.readouterr().err
-
-
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,53 +278,6 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     assert job() == 0
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
-
-
-def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job() == 0
-    shutil.rmtree(tmp_path / "logs")
-    (tmp_path / "documents/4.jsonl").write_text(lines(8))
-    assert job() == 0
-    assert "9 of 9 documents" in capsys.readouterr().out
-    rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
-    shutil.rmtree(tmp_path / "logs")
-    assert job() == 1
-    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("limit", [-1, 4])
-def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int
-) -> None:
-    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
-    grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
-    parse = JsonlReader._parse
-
-    def grow(self: JsonlReader, line: bytes, name: str, id_in_file: int | str) -> Any:
-        if name == grown.name and id_in_file == 0:
-            with grown.open("a") as file:
-                file.write(lines(8))
-        return parse(self, line, name, id_in_file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonlReader, "_parse", grow)
-        assert job(limit=limit) == 0
-    found = outputs(tmp_path)
-    assert job(limit=limit) == 0  # nothing has changed since it was read
-    (tmp_path / "logs/completions/00000").unlink()
-    assert job(limit=limit) == 0
-    assert outputs(tmp_path) == found
-    record = kept(tmp_path)["readers"][0]["files"]
-    assert [file[:2] for file in record] == [
-        [f"{n}.jsonl", (tmp_path / f"documents/{n}.jsonl").stat().st_size] for n in (0, 2)
-    ]
-    capsys.readouterr()
-    with grown.open("a") as file:
-        file.write(lines(9))
-    assert job(limit=limit) == 1
-    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
 
 
 def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:
@@ -460,6 +329,6 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatc
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 
-        report = assert_same_output_after_crash(attempt, folder, recoveries=False)
-    for effect in ("create shard.json.new", "write shard.json.new", "sync shard.json.new", "rename shard.json"):
+        report = assert_same_output_after_crash(attempt, folder, recoveries=False, counted=OF_FILES)
+    for effect in ("create shard.json.new", "write shard.json.new", "rename shard.json"):
         assert effect in report.points

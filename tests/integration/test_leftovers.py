@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +127,7 @@ def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run: Run, lo
     assert not log
 
 
+@pytest.mark.slow
 def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str]) -> None:
     lease()
     assert run.alive() == {*OURS, "stranger", "guardian"}
@@ -135,18 +135,7 @@ def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str])
     assert not log
 
 
-def test_a_server_whose_guardian_is_alive_is_left_to_it(run: Run) -> None:
-    os.kill(run.pids["guardian"], signal.SIGSTOP)
-    run.runner.kill()
-    run.runner.wait()
-    lease()
-    assert run.alive() == {*OURS, "stranger", "guardian"}
-    os.kill(run.pids["guardian"], signal.SIGCONT)
-    until(lambda: not run.alive())
-    lease()
-    assert not records()
-
-
+@pytest.mark.slow
 def test_a_record_from_elsewhere_is_left_alone(run: Run) -> None:
     run.kill()
     (path,) = records()
@@ -160,17 +149,6 @@ def test_a_record_from_elsewhere_is_left_alone(run: Run) -> None:
     os.utime(path, (0, 0))
     lease()
     assert not records()
-
-
-def test_a_container_with_the_same_folder_ends_nothing(run: Run) -> None:
-    run.kill()
-    end = [sys.executable, "-c", f"from {leftovers.__name__} import end_leftovers; end_leftovers()"]
-    unshare = [shutil.which("unshare") or "unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("needs the right to make a PID namespace")
-    subprocess.run([*unshare, *end], check=True)
-    assert run.alive() == {*OURS, "stranger"}
-    assert len(records()) == 1
 
 
 def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
@@ -197,27 +175,6 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         another.wait()
 
 
-def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.kill()
-    (tmp_path / "proc").mkdir()
-    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "proc")
-    assert ServerRecord.create("test") is None
-    end_leftovers()
-    assert run.alive() == {*OURS, "stranger"}
-    assert len(records()) == 1
-
-
-def test_a_process_that_exists_and_is_not_shown_counts_as_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = records()
-    shown = leftovers._stat
-    monkeypatch.setattr(leftovers, "_stat", lambda pid: [] if pid == run.runner.pid else shown(pid))
-    record = ServerRecord.read(path)
-    assert record is not None
-    assert not replace(record, guardian=None).is_abandoned
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
 def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) -> None:
     path = leftovers._folder() / "x.json"
@@ -241,12 +198,3 @@ def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytes
         assert not records()
 
     asyncio.run(play())
-
-
-def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
-    folder = leftovers._folder()
-    folder.rmdir()
-    folder.touch()
-    assert ServerRecord.create("test") is None
-    end_leftovers()
-    assert len(log) == 2

@@ -47,6 +47,7 @@ def config(**settings: object) -> InferenceConfig:
     return InferenceConfig("llamacpp", GGUF, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
     async def play() -> None:
         settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)
@@ -75,16 +76,7 @@ async def _check_models_and_key(url: str, key: str) -> None:
             assert response.status == 401
 
 
-def test_a_field_of_llama_cpp_can_be_set_and_a_wrong_one_is_named() -> None:
-    async def play(**kwargs: object) -> None:
-        async with make_server(config(model_kwargs={"threads": 1, **kwargs}), 0):
-            pass
-
-    asyncio.run(play(n_batch=64, parallel=1, cont_batching=False))
-    with pytest.raises(ServerStartFailed, match=r"(?s)does not know a flag.*--no-such-field=1"):
-        asyncio.run(play(no_such_field=1))
-
-
+@pytest.mark.slow
 def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
     limits = {"why": {"type": "string", "maxLength": 8}, "answer": {"type": "integer", "minimum": 0, "maximum": 5}}
     schema = {"type": "object", "properties": limits, "required": ["why", "answer"]}
@@ -133,6 +125,7 @@ def stop_server(process: JobProcess) -> None:
     os.kill(server_process(process), signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
     letters = job(tmp_path, documents=4, too_long=1, max_concurrent_generations="auto")
     letters.run()
@@ -140,11 +133,8 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
     assert "HTTP 400" in letters.dead_letters()["too-long-0"]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [kill_server, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (stop_server, terminate_server))],
-    ids=lambda fault: fault.__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__)
 def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 

@@ -90,6 +90,7 @@ def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
     assert len(list((tmp_path / "output").glob("*.gz"))) == 10
 
 
+@pytest.mark.slow
 def test_the_watch_tells_computing_from_waiting_for_the_lock_and_from_sleeping() -> None:
     seen: dict[str, Any] = {}
 
@@ -140,9 +141,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-BY_DEFAULT = ("publishing zstd, reading gzip", "documents of 200 kB")
-
-
 def keeps_the_loop_free(run: Callable[[], Result]) -> None:
     """What takes long because of how it is made takes long each time; what a busy machine does, does not."""
     for last in (False, False, True):
@@ -153,15 +151,7 @@ def keeps_the_loop_free(run: Callable[[], Result]) -> None:
     assert loop["gil_ms"] <= LIMIT_MS, loop["callbacks"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_keeps_the_event_loop_from_its_work(name: str, run: Callable[..., Result]) -> None:
     keeps_the_loop_free(partial(run, **CASES[name]))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("output", ["jsonl", "jsonl.gz", "parquet"])
-def test_publishing_100_000_documents_does_not_either(output: str, run: Callable[..., Result]) -> None:
-    keeps_the_loop_free(partial(run, 120_000, chunk=100_000, output=output))

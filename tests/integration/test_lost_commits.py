@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_output_check import Call, call, follow_advice, job
 from tests.kept import content_of
@@ -34,6 +33,7 @@ def forget_documents(job: Path) -> None:
     path.write_text(json.dumps(shard))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lines", [0, 2])
 @pytest.mark.parametrize(
     ("forget", "proof"),
@@ -57,27 +57,3 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     follow_advice(said, call)
     assert outputs(job / "output") == before
     assert call("verify", "checkpoints", "--full")[0] == 0
-
-
-def test_where_nothing_proves_the_number_of_commits_files_are_to_be_kept(
-    job: Path, call: Call, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert call("run", "job.yaml")[0] == 0
-    before = outputs(job / "output")
-    cut_log(job, 1)
-    forget_last_chunk(job)
-    forget_documents(job)
-    code, said = call("run", "job.yaml")
-    assert code == 1
-    assert "Keep these files: nothing shows how many commits this finished rank had" in said
-    assert main(["verify", "checkpoints"]) == 1
-    assert "00000_00002.jsonl is named by no commit. Keep it: nothing shows" in capfd.readouterr().out
-    aside = job / "aside"
-    aside.mkdir()
-    for name in ("checkpoints/00000", "logs/completions/00000"):
-        assert f"{job}/{name}" in said
-        (job / name).rename(aside / name.replace("/", "-"))
-    for file in (job / "output").glob("00000*"):
-        file.rename(aside / file.name)
-    assert call("run", "job.yaml")[0] == 0
-    assert outputs(job / "output") == before

@@ -1,6 +1,6 @@
 """A job of datatrove's own InferenceRunner, to be killed: a program that runs it, and what tests need to go on with it.
 
-One process imports datatrove and forks for each run, because the import takes longer than the runs.
+Its processes are forks of one that has imported datatrove (``forked.py``): the import takes longer than the runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -67,46 +64,35 @@ def make_writer(folder: Path, template: str = TEMPLATE, compression: str | None 
     return JsonlWriter(str(folder / "output"), template, compression=compression)
 
 
-@dataclass
 class Datatrove:
-    """A process that runs jobs of datatrove's own runner, each in a fork, until it has ended or is killed."""
+    """Runs jobs of datatrove's own runner, one after the other, each in a process until it has ended or is killed."""
 
-    _process: subprocess.Popen[str] = field(init=False)
+    _process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tests.datatrove_job", str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
-
-    @property
-    def pid(self) -> int:
-        """Of the process itself; that of a run is what ``start`` returns."""
-        return self._process.pid
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._process as process:
-            assert process.stdin is not None
-            process.stdin.close()
+        if self._process is not None:
+            self._process.kill()
+            self.end()
 
     def start(self, folder: Path, url: str, **settings: Any) -> int:
         """Starts a run, and returns its process id. See ``_job``."""
-        return int(self._ask({"folder": str(folder), "url": url, **settings}))
+        order = json.dumps({"folder": str(folder), "url": url, **settings})
+        self._process = subprocess.Popen([sys.executable, __file__, order], start_new_session=True)
+        return self._process.pid
 
     def end(self) -> int:
         """Waits for the run. Returns its exit code; negative: the signal that killed it."""
-        return int(self._ask({}))
-
-    def _ask(self, order: dict[str, Any]) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        if not (answer := self._process.stdout.readline()):
-            raise RuntimeError(f"datatrove's process has ended with {self._process.wait()}; its last lines say why")
-        return answer
+        assert self._process is not None
+        code = self._process.wait()
+        with suppress(ProcessLookupError):  # datatrove's executor leaves a manager behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process = None
+        return code
 
 
 class Killer:
@@ -185,59 +171,19 @@ def _job(
         LocalPipelineExecutor([reader, runner], tasks, workers=1, logging_dir=f"{folder}/logs").run()
 
 
-NEEDS = ("httpx", "aiofiles", "aiosqlite")
-"""What datatrove's runner imports when it runs. It waits without end, and without a word, for a server that it cannot
-ask for want of ``httpx``."""
-_PR_SET_PDEATHSIG = 1
-
-
-_C = ctypes.CDLL(None, use_errno=True)
-
-
 def _end_with_parent() -> None:
     """The kernel kills this process when its parent ends, even if that is killed."""
-    _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _fork(work: Callable[[], None]) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        if os.getppid() != parent:
-            os._exit(1)
-        os.setsid()
-        work()
-        os._exit(0)
-    except BaseException as error:
-        print(repr(error), file=sys.stderr)
-        os._exit(1)
-
-
-def _serve() -> None:
-    if lacking := [name for name in NEEDS if find_spec(name) is None]:
-        sys.exit(f"datatrove's runner needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
-    _end_with_parent()
-    os.register_at_fork(after_in_child=_end_with_parent)  # a fork does not inherit that
-    if os.getppid() != int(sys.argv[1]):
-        return
-    import datatrove.pipeline.inference.run_inference  # noqa: F401 - before the forks
-    from loguru import logger
-
-    logger.disable("datatrove")
-    pid = 0
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order:
-            pid = _fork(lambda order=order: _job(**order))  # type: ignore[misc]
-            print(pid, flush=True)
-        else:
-            status = os.waitpid(pid, 0)[1]
-            with suppress(ProcessLookupError):  # datatrove's executor leaves a manager behind
-                os.killpg(pid, signal.SIGKILL)
-            print(os.waitstatus_to_exitcode(status), flush=True)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":
-    _serve()
+    _end_with_parent()
+    os.register_at_fork(after_in_child=_end_with_parent)  # a fork does not inherit that
+    # It waits without end, and without a word, for a server that it cannot ask for want of httpx.
+    import aiofiles  # noqa: F401
+    import aiosqlite  # noqa: F401
+    import httpx  # noqa: F401
+    from loguru import logger
+
+    logger.disable("datatrove")
+    _job(**json.loads(sys.argv[1]))

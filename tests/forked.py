@@ -36,10 +36,12 @@ _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "OPENBLAS_
 _ABOUT_IMPORTS = re.compile(r"\bsys\.(modules|meta_path|flags)\b|importlib|__import__|builtins")
 _START = "import sys; sys.path.insert(0, {!r}); import forked; del sys.path[0]; forked.serve({})"
 _MODULES = """
-    datatrove.executor datatrove.pipeline.readers.jsonl datatrove.pipeline.writers.jsonl datatrove_ckpt.cli.main
-    datatrove_ckpt.cli.preflight_commands datatrove_ckpt.cli.run datatrove_ckpt.cli.status
-    datatrove_ckpt.cli.verify_repair datatrove_ckpt.executor datatrove_ckpt.inference.servers.endpoint
-    datatrove_ckpt.readers datatrove_ckpt.rollouts datatrove_ckpt.runner datatrove_ckpt.testing
+    datatrove.executor datatrove.pipeline.inference.run_inference datatrove.pipeline.readers.jsonl
+    datatrove.pipeline.writers.jsonl datatrove_ckpt.cli.execution
+    datatrove_ckpt.cli.main datatrove_ckpt.cli.preflight_commands datatrove_ckpt.cli.run datatrove_ckpt.cli.status
+    datatrove_ckpt.cli.verify_repair datatrove_ckpt.executor datatrove_ckpt.generation.rank
+    datatrove_ckpt.inference.servers.endpoint datatrove_ckpt.preflight.doctor datatrove_ckpt.readers
+    datatrove_ckpt.rollouts datatrove_ckpt.runner datatrove_ckpt.testing zstandard
 """
 
 

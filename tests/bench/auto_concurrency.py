@@ -17,7 +17,6 @@ medians over the rounds:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -38,6 +37,7 @@ from datatrove_ckpt.inference.servers.admission import Admission, adapt_admissio
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from tests.bench import tables
 
 REACHED = 0.95
 WINDOW = 10.0  # seconds
@@ -182,10 +182,8 @@ def best_fixed(found: dict[Setting, list[Phase]]) -> float:
 
 def report(found: dict[Setting, list[Phase]]) -> str:
     best = best_fixed(found)
-    lines = [
-        "| setting | tokens/s | of the best fixed | running | seconds to 95 % | queue | in targets | preempted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names = ("tokens/s", "of the best fixed", "running", "seconds to 95 %", "queue", "in targets", "preempted")
+    rows = []
     for setting, phases in found.items():
         steady = median(phase.steady for phase in phases)
         reached = median(phase.reaches(REACHED * best) for phase in phases)
@@ -200,12 +198,12 @@ def report(found: dict[Setting, list[Phase]]) -> str:
             relative,
             f"{median(phase.preemptions for phase in phases):.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return tables.markdown(("setting", *names), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_concurrency", description=__doc__)
+    parser = tables.parser(__doc__)
     parser.add_argument("--engine", choices=["vllm", "sglang", "llamacpp"], default="vllm")
     parser.add_argument("--model", required=True)
     parser.add_argument("--python", help="interpreter of the engine's environment")

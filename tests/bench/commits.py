@@ -8,7 +8,6 @@ the median, the lowest and the highest: an absolute figure of a busy machine say
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.bench import tables
 from tests.bench.measure import ROOT, Result, interleaved, mock_server, run_once, table, wrong
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
@@ -56,7 +56,7 @@ def compare(commits: list[str], documents: int, rounds: int, size: int, latency:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("commits", nargs=2, metavar="COMMIT", help="A and B: commits, or folders with a checkout")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)

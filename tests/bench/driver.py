@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.bench import tables
 from tests.bench.measure import (
     MockServer,
     Result,
@@ -279,7 +280,7 @@ def _print_throughput(results: dict[str, list[Result]], latency: float, concurre
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     commands = {
         "throughput": Bench.throughput, "checkpoint-cost": Bench.checkpoint_cost, "resume": Bench.resume,
         "growth": Bench.growth, "long": Bench.long, "rollouts": Bench.rollouts, "loop-health": Bench.loop_health,

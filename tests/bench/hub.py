@@ -8,7 +8,6 @@ the effect and after it. The table says what it counted.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from datatrove_ckpt.testing import FakeServer
+from tests.bench import tables
 from tests.bench.hub_ranks import SYSTEMS, Job, expected
 from tests.hub import FakeHub
 from tests.hub.client import without_hub
@@ -162,31 +162,13 @@ def table(tallies: dict[str, Tally], plan: Plan) -> str:
         ("seconds", lambda tally: f"{tally.seconds:.0f}"),
         ("hours of the hub", lambda tally: f"{tally.hub_hours:.1f}"),
     ]
-    lines = ["| | " + " | ".join(tallies) + " |", "|---" * (len(tallies) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(show(tally) for tally in tallies.values()) + " |" for name, show in rows]
-    return "\n".join(lines)
+    return tables.markdown(["", *tallies], [[name, *map(show, tallies.values())] for name, show in rows])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = Plan()
+    parser = tables.parser(__doc__)
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="several times for several; default: ours")
-    parser.add_argument("--ranks", type=int, default=default.ranks)
-    parser.add_argument("--chunks", type=int, default=default.chunks, help="of each rank")
-    parser.add_argument("--speed", type=float, default=default.speed, help="the hub's seconds in a real second")
-    parser.add_argument("--chunk-seconds", type=float, default=default.chunk_seconds, help="of the hub, for each chunk")
-    parser.add_argument("--commit-seconds", type=float, default=default.commit_seconds, help="hub_commit_seconds")
-    parser.add_argument("--limit", type=float, default=default.limit, help="real seconds for each system")
-    parser.add_argument(
-        "--no-faults",
-        dest="faults",
-        action="store_const",
-        const=0,
-        default=default.faults,
-        help="no 5xx, lost answers, late listings",
-    )
+    tables.add_fields(parser, Plan())
     parser.add_argument("--keep", type=Path, help="folder for logs and checkpoints; default: a temporary one")
     given = vars(parser.parse_args())
     systems, keep = given.pop("system") or ["ours"], given.pop("keep")

@@ -8,7 +8,6 @@ MosaicML Streaming needs older versions of packages that we need, so it has a vi
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.bench import tables
 from tests.bench.loader_systems import SYSTEMS, WINDOW
 
 _SCRIPT = Path(__file__).with_name("loader_systems.py")
@@ -65,25 +65,27 @@ def exactness(figures: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
-    for name, figures in found.items():
-        cells = [
-            name,
-            f"{figures['rows/s']:,.0f}",
-            f"{figures['resume s'] * 1000:,.0f}",
-            exactness(figures),
-            f"{figures['displacement']:.3f}",
-            f"{figures['neighbours']:.1%}".replace("%", " %"),
-            f"{figures['files in a batch']:.1f}",
-            f"{figures['MB']:.0f}",
-            f"{figures['state bytes']:,}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return tables.markdown(
+        _HEAD,
+        (
+            [
+                name,
+                f"{figures['rows/s']:,.0f}",
+                f"{figures['resume s'] * 1000:,.0f}",
+                exactness(figures),
+                f"{figures['displacement']:.3f}",
+                f"{figures['neighbours']:.1%}".replace("%", " %"),
+                f"{figures['files in a batch']:.1f}",
+                f"{figures['MB']:.0f}",
+                f"{figures['state bytes']:,}",
+            ]
+            for name, figures in found.items()
+        ),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--files", type=int, default=10)
     parser.add_argument("--mosaic-python", help="the Python of an environment with mosaicml-streaming")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.systems import Run
+from tests.bench.tables import markdown
 
 ROOT = Path(__file__).parents[2]
 Result = dict[str, Any]
@@ -131,15 +132,4 @@ def wrong(results: list[Result]) -> str:
 
 
 def table(header: list[str], rows: Iterable[list[Any]]) -> None:
-    """As Markdown."""
-    print("| " + " | ".join(header) + " |")
-    print("|" + "---|" * len(header))
-    for row in rows:
-        print("| " + " | ".join(_shown(value) for value in row) + " |", flush=True)
-    print(flush=True)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    print(f"{markdown(header, rows)}\n", flush=True)

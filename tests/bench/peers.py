@@ -35,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.bench import tables
 from tests.bench.measure import ROOT, MockServer, Result, mock_server, table
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
@@ -204,7 +205,7 @@ def row(name: str, result: Result) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--systems", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a system's interpreter")

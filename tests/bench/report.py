@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.bench import tables
 from tests.bench.measure import ROOT, Result, interleaved, median, ratio, wrong
 from tests.bench.picture import Panel, draw
 
@@ -97,12 +98,7 @@ def _losses(lost: dict[str, str]) -> str:
 
 
 def _write_table(rows: list[list[str]], note: str) -> None:
-    lines = [
-        "| | ours | datatrove | bare loop |",
-        "|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
-    text = "\n".join(lines) + f"\n\nOn {note}.\n"
+    text = f"{tables.markdown(['', 'ours', 'datatrove', 'bare loop'], rows)}\n\nOn {note}.\n"
     print(text)
     _replace(TABLE, text)
     _replace(README, summary(text))

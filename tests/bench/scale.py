@@ -8,7 +8,6 @@ of its own, and prints tables in Markdown. ``--keep`` leaves the folder, which a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.testing import FakeServer
+from tests.bench import tables
 from tests.bench.scale_folders import ROOT, Plan, make, write_job
 
 _COMMAND = [sys.executable, "-m", "datatrove_ckpt"]
@@ -150,7 +150,7 @@ class Findings:
 
     def tables(self) -> str:
         """In Markdown, with a line break between the tables."""
-        return "\n".join(_table(rows) for rows in (self._sizes(), self._costs()))
+        return "\n\n".join(tables.markdown(rows[0], rows[1:]) for rows in (self._sizes(), self._costs()))
 
     def _sizes(self) -> list[list[str]]:
         rows = [["files", "of a rank", "bytes of a rank", "in all", "bytes in all"]]
@@ -167,16 +167,9 @@ class Findings:
         return [head, *([one.tool, *row, code] for one, row, code in zip(self.costs, rows, codes, strict=True))]
 
 
-def _table(rows: list[list[str]]) -> str:
-    ruler = ["---"] * len(rows[0])
-    return "".join("| " + " | ".join(row) + " |\n" for row in (rows[0], ruler, *rows[1:]))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=(__doc__ or "").splitlines()[0])
-    for field in fields(Plan):
-        kind = int if isinstance(field.default, int) else float
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    parser = tables.parser(__doc__)
+    tables.add_fields(parser, Plan())
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datatrove-ckpt-scale")
     parser.add_argument("--keep", action="store_true", help="leave the folder; if it is there, measure what it holds")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
@@ -196,7 +189,7 @@ def main() -> None:
         say(tool)
         found.costs += measure(folder, plan, [tool])
         print(found.costs[-1], file=sys.stderr, flush=True)
-    print(found.tables(), end="")
+    print(found.tables())
     if options.json:
         options.json.write_text(json.dumps(asdict(found), indent=1))
     if not options.keep:

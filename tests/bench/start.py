@@ -6,7 +6,6 @@ the wall seconds of many tasks of one document with two workers, ours and datatr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench import tables
 from tests.bench.measure import ROOT, mock_server, table
 
 _MISTAKE = """\
@@ -104,7 +104,7 @@ def seconds(system: str, url: str, tasks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--tasks", type=int, default=100)
     parser.add_argument("--system", choices=SYSTEMS)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import math
-from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -49,7 +48,6 @@ class Answers:
 
     def __init__(self, hub: FakeHub) -> None:
         self._hub = hub
-        self._committing: dict[tuple[str, str, str], asyncio.Lock] = {}
 
     async def answer(
         self,
@@ -259,21 +257,16 @@ class Answers:
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
         header = lines[0]["value"]
         self._within_the_hour(repo)
-        conflict = self._hub.conflict_status
-        lock = self._committing.setdefault((repo.kind, repo.name, branch), asyncio.Lock())
-        if conflict == 409 and lock.locked():
-            raise Problem(409, "Another commit to this branch is in progress. Please retry.")
-        async with nullcontext() if conflict == 412 else lock:
-            await asyncio.sleep(self._hub.latency.get("commit", self._hub.latency.get("*", 0.0)))
-            faulty = await self._hub.fault("committing", http.path_qs)
-            if faulty is not None:
-                return faulty
-            now = repo.branches[branch]
-            if header.get("parentCommit") not in (None, now.oid) or (conflict == 412 and now is not head):
-                raise Problem(412, "A commit has happened since. Please refresh and try again.")
-            added, deleted = _operations(repo, now.tree, lines[1:])
-            title, message = header["summary"], header.get("description", "")
-            made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
+        await asyncio.sleep(self._hub.latency.get("commit", self._hub.latency.get("*", 0.0)))
+        faulty = await self._hub.fault("committing", http.path_qs)
+        if faulty is not None:
+            return faulty
+        now = repo.branches[branch]
+        if header.get("parentCommit") not in (None, now.oid) or now is not head:
+            raise Problem(412, "A commit has happened since. Please refresh and try again.")
+        added, deleted = _operations(repo, now.tree, lines[1:])
+        title, message = header["summary"], header.get("description", "")
+        made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
         return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""})
 

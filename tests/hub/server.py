@@ -89,8 +89,6 @@ class FakeHub:
         self.lag_commits = 0
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
         self.lag_kinds = {"tree", "paths-info"}
-        self.conflict_status: int | None = 412
-        """For a commit while another one to the branch is made: 412 after the wait, 409 at once. None: it waits."""
         self.page_size = 1000
         self.commits_per_hour = commits_per_hour
         self._window = Window("api", requests_per_5_minutes, 300.0) if requests_per_5_minutes is not None else None

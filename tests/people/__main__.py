@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from tests import forked
 from tests.people.commands import Commands
 from tests.people.operations import Operation
 from tests.people.search import explore, sequence, try_sequence
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, help="how many sequences to try, instead of --seconds")
     parser.add_argument("--replay", metavar="OPERATIONS", help="carry out these in the world of --seed")
     arguments = parser.parse_args()
+    forked.install()
     with Commands() as commands:
         if arguments.replay is not None:
             return _replay(commands, arguments.seed, arguments.replay)

@@ -1,23 +1,21 @@
-"""Commands: starts ``datatrove-ckpt`` in children of ``forker.py``, and waits for them."""
+"""Commands: starts ``datatrove-ckpt`` in forks of a process that has imported it (``tests/forked.py``)."""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-ROOT = Path(__file__).parents[2]
+_SCRIPT = str(Path(__file__).with_name("command.py"))
 
 
 @dataclass
@@ -46,44 +44,38 @@ def error_of(ended: Ended) -> str:
 class Running:
     """A command under way, the leader of its own process group."""
 
-    def __init__(self, argv: list[str], pid: int, log: Path, ended: Future[int]) -> None:
+    def __init__(self, argv: list[str], process: subprocess.Popen[bytes], log: Path) -> None:
         self._argv = argv
-        self._pid = pid
+        self._process = process
         self._log = log
-        self._ended = ended
         self._started_at = time.monotonic()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def signal(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the process group, which may be gone already."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, number)
+            os.killpg(self._process.pid, number)
 
     def wait(self, seconds: float) -> Ended:
         """The end of the command. It is killed if it takes longer."""
-        code: int | None = None
-        try:
-            code = self._ended.result(seconds)
-        except TimeoutError:
+        handle = os.pidfd_open(self._process.pid)
+        in_time = bool(select.select([handle], [], [], seconds)[0])
+        os.close(handle)
+        if not in_time:
             self.signal()
-            self._ended.result(seconds)
+        code = self._process.wait()
         seconds = time.monotonic() - self._started_at
-        return Ended(self._argv, code, self._log.read_text(errors="replace"), seconds)
+        return Ended(self._argv, code if in_time else None, self._log.read_text(errors="replace"), seconds)
 
 
 class Commands:
-    """The process that forks, as a context manager."""
+    """A context manager: what still runs at its end is killed."""
 
     def __init__(self) -> None:
-        self._pids: queue.SimpleQueue[tuple[int, Future[int]]] = queue.SimpleQueue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.people.forker"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "NO_COLOR": "1"},
-        )
-        self._logs = 0
-        threading.Thread(target=self._listen, name="forker's replies", daemon=True).start()
+        self._started: list[Running] = []
 
     def __enter__(self) -> Self:
         return self
@@ -91,11 +83,9 @@ class Commands:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        for running in self._started:
+            if running.is_alive:
+                running.signal()
 
     def start(
         self,
@@ -113,29 +103,17 @@ class Commands:
             file_size: the largest file that it may write, in bytes; RLIMIT_FSIZE.
             environment: variables to set.
         """
-        self._logs += 1
-        log = logs / f"{self._logs:06d}.txt"
-        order = {
-            "argv": argv,
-            "cwd": str(cwd),
-            "log": str(log),
-            "file_size": file_size,
-            "environment": environment or {},
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-        pid, ended = self._pids.get(timeout=300)  # it imports first
-        return Running(argv, pid, log, ended)
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        running: dict[int, Future[int]] = {}
-        with suppress(ValueError):  # closed
-            for line in self._process.stdout:
-                reply = json.loads(line)
-                if "code" in reply:
-                    running.pop(reply["pid"]).set_result(reply["code"])
-                else:
-                    running[reply["pid"]] = Future()
-                    self._pids.put((reply["pid"], running[reply["pid"]]))
+        log = logs / f"{len(self._started):06d}.txt"
+        # As an argument: a process with another HOME would be no fork, but a new one.
+        order = {"file_size": file_size, "environment": {"NO_COLOR": "1", **(environment or {})}}
+        with log.open("ab") as terminal:
+            process = subprocess.Popen(
+                [sys.executable, _SCRIPT, json.dumps(order), *argv],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=terminal,
+                stderr=terminal,
+                start_new_session=True,
+            )
+        self._started.append(Running(argv, process, log))
+        return self._started[-1]

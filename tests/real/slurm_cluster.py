@@ -64,7 +64,6 @@ PreemptMode=REQUEUE
 GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=0
-PartitionName=grace Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 GraceTime=20
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=10 PreemptMode=OFF
 """
 _NODE = (
@@ -88,7 +87,7 @@ def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str])
 
 
 class Cluster:
-    """Slurm's controller and two nodes of four processors each. Partitions: low, grace (20 s), and high above both."""
+    """Slurm's controller and two nodes of four processors each. Partitions: low, and high above it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from datatrove_ckpt.inference.servers.engines import sglang_command, vllm_comman
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
-from tests.bench.engine.work import Work
 from tests.real import environment
 
 NODES = [Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
@@ -162,31 +160,6 @@ def test_sglang_understands_the_fields_of_rollouts() -> None:
     assert list(json.loads(values[0]["json_schema"])["properties"]) == ["why", "answer"]
     assert [one["regex"] for one in values] == [None, "a|b", r"(a|b \(c\))", None, None]
     assert [one["continued"] for one in values] == [False, False, False, False, True]
-
-
-def test_the_offline_tools_parse_the_arguments_of_the_benchmark() -> None:
-    """They get the server's arguments, so that nothing but the server differs. SGLang can't generate here."""
-    work = {engine: Work(engine, "org/model", python=sys.executable, context=4096) for engine in ("vllm", "sglang")}
-    (values,) = parsed(environment.vllm_python(), _VLLM, [tuple(work["vllm"].engine_arguments())])
-    assert (values["model"], values["max_num_seqs"], values["max_model_len"]) == ("org/model", 32, 4096)
-    (values,) = parsed(environment.sglang_python(), _SGLANG, [tuple(work["sglang"].engine_arguments())])
-    assert (values["model_path"], values["max_running_requests"], values["context_length"]) == ("org/model", 32, 4096)
-    found = subprocess.run([environment.sglang_python(), "-c", _ENGINE], capture_output=True, text=True, check=False)
-    assert found.stdout.split() == ["generate", "prompt", "sampling_params", "shutdown", "server_args"], found.stderr
-
-
-# What tests/bench/engine/offline.py uses of SGLang's Engine, from its source: an import needs a GPU's packages.
-_ENGINE = """
-import ast, importlib.util, pathlib
-from sglang.srt.server_args import prepare_server_args
-root = pathlib.Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-text = (root / "srt/entrypoints/engine.py").read_text()
-engine = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Engine")
-methods = {node.name: node for node in engine.body if isinstance(node, ast.FunctionDef)}
-names = [argument.arg for argument in methods["generate"].args.args]
-print("generate", *(name for name in names if name in ("prompt", "sampling_params")))
-print(*(name for name in ("shutdown",) if name in methods), "server_args" * ('"server_args" in kwargs' in text))
-"""
 
 
 def test_what_no_parser_knows_is_refused() -> None:

@@ -296,28 +296,6 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     assert bucket.files("output") == whole
 
 
-@pytest.mark.full
-def test_a_server_that_is_away_for_seconds_is_waited_for(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, weed: Weed, server: FakeServer, tmp_path: Path
-) -> None:
-    job |= {"documents": 24, "chunk": 2}
-    whole = expected(job, tmp_path)
-    server.asked.clear()
-    server._delay = lambda payload, times: 0.1
-    processes = JobProcesses(job, relay, tmp_path / "log")
-    process = processes.start()
-    wait_for(lambda: len(bucket.files("output")) > 0)
-    weed.kill()
-    began = time.monotonic()
-    weed.start()
-    print(f"away for {time.monotonic() - began:.1f} s")
-    assert processes.end(process) == 0, (tmp_path / "log").read_text()
-    assert bucket.files("output") == whole
-    assert asked(server) == 24
-    assert [request for request in relay.requests if request.stage != "answered"], "some found nobody"
-    assert finished(job)
-
-
 def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not happened():

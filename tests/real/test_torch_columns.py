@@ -132,22 +132,6 @@ def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
         ReaderDataset(reader, arrays=True, batch_size=2)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"batch_size": value} for value in (0, -1, True, False, 2.0, "2")]
-    + [{"shuffle_seed": value} for value in ("a", True, 1.5)],
-    ids=str,
-)
-def test_seeds_and_sizes_of_batches_that_are_no_numbers_are_refused(
-    reader: SeekingReader, option: dict[str, Any]
-) -> None:
-    [(name, value)] = option.items()
-    with pytest.raises(ConfigError, match=rf"{name} must be an integer.* or None, not {value!r}"):
-        ReaderDataset(reader, **option)
-    with pytest.raises(ConfigError, match=name):
-        ReaderDataset(reader, columns=COLUMNS, arrays=True, **{"batch_size": 2} | option)
-
-
 @pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 3, 2]], ids=str)
 def test_pack_takes_no_batches(tmp_path: Path, lengths: list[int]) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {list(range(length))}}}\n' for length in lengths))
@@ -156,29 +140,3 @@ def test_pack_takes_no_batches(tmp_path: Path, lengths: list[int]) -> None:
     assert first["input_ids"].tolist() == [0, 1, 0]
     with pytest.raises(ConfigError, match=r"list of numbers, one per token.* leave out arrays=True"):
         list(Pack(ReaderDataset(reader, columns=["input_ids"], arrays=True, batch_size=3), 3))
-
-
-@pytest.mark.parametrize("even", [None, "repeat"])
-@pytest.mark.parametrize("arrays", [False, True])
-def test_a_damaged_line_is_left_out_or_replaced_where_ranks_must_be_even(
-    tmp_path: Path, arrays: bool, even: Any
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"n": 0}\n{"n": 1}\n{"n": 2\n{"n": 3}\n{"n": 4}\n')
-    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), columns=["n"], batch_size=2, arrays=arrays, even=even)
-    found = list(dataset)
-    numbers = [n for batch in found for n in batch["n"].tolist()] if arrays else [row["n"] for row in found]
-    assert numbers == ([0, 1, 3, 4] if even is None else [0, 1, 3, 3, 4])
-
-
-@pytest.mark.parametrize(("seed", "arrays"), [(1, False), (1, True), (None, True)])
-def test_a_dataset_has_one_type_over_all_files(tmp_path: Path, seed: int | None, arrays: bool) -> None:
-    for number, kind in enumerate((pa.int64(), pa.int32())):
-        table = pa.table({"ids": pa.array([[row] for row in range(20)], pa.list_(kind))})
-        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=5)
-    reader = ParquetReader(tmp_path.as_posix())
-    options: dict[str, Any] = {"columns": ["ids"], "shuffle_seed": seed, "arrays": arrays, "batch_size": 4}
-    made = ReaderDataset(reader, shuffle_window=5, **options)
-    assert {sample["ids"].dtype for sample in made} == {np.dtype(np.int64)}
-    pq.write_table(pa.table({"ids": ["text"]}), tmp_path / "2.parquet")
-    with pytest.raises(ConfigError, match="no values of one column"):
-        ReaderDataset(reader, **options)

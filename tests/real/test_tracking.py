@@ -10,15 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
-from datatrove_ckpt.checkpoint.history_log import HistoryLog
-from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.generation.export import exporter
@@ -89,55 +85,6 @@ def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, m
     assert len({point.timestamp for point in points}) == len(points)
     for path in (tmp_path / "runs").rglob("*"):
         assert not path.is_file() or b"canary" not in path.read_bytes(), path
-
-
-# Stops where the run has its folder and not yet its tag, until somebody opens the pipe, and says when it would end.
-HALF_MADE = """
-import sys
-import mlflow.store.tracking.file_store as store
-from datatrove_ckpt.generation.export import tracker
-set_tag = store.FileStore.set_tag
-def set_it(self, run_id, tag):
-    if tag.key == "datatrove_ckpt.job":
-        print("half made", file=sys.stderr, flush=True)
-        open(sys.argv[1]).close()
-    set_tag(self, run_id, tag)
-class Making:
-    def acquire(self, timeout, making=tracker.MAKING):
-        print("would end", file=sys.stderr, flush=True)
-        return making.acquire(timeout=timeout)
-store.FileStore.set_tag, tracker.MAKING = set_it, Making()
-tracker.main()
-"""
-PARENT = 'exec 3<&0; "$@" <&3 & wait'
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("killed", [False, True], ids=["its input ends", "its parent is killed"])
-def test_a_run_of_mlflow_that_is_half_made_is_made_whole(
-    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=(tmp_path / "runs").as_uri())
-    rank_folder(tmp_path, 0).mkdir(parents=True)
-    HistoryLog(rank_folder(tmp_path, 0) / HISTORY, 1).append([Start(at=1000.0, attempt=1, host="node", pid=1)])
-    os.mkfifo(tmp_path / "pipe")
-    command = ["sh", "-c", PARENT, "sh", sys.executable, "-c", HALF_MADE, str(tmp_path / "pipe")]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
-        assert parent.stdin is not None
-        assert parent.stderr is not None
-        parent.stdin.write(orjson.dumps(asdict(job)) + b"\n")
-        parent.stdin.flush()
-        said = (line for line in parent.stderr if line in (b"half made\n", b"would end\n"))
-        assert next(said) == b"half made\n"
-        if killed:
-            parent.kill()
-        else:
-            parent.stdin.close()
-        assert next(said) == b"would end\n"
-        (tmp_path / "pipe").open("w").close()
-        assert list(said) == []
-    _, (run,) = runs_of(tmp_path / "runs", monkeypatch, job.mlflow_experiment)
-    assert run.data.tags["datatrove_ckpt.job"] == "id"
 
 
 def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import pickle
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,14 +144,6 @@ def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None, inde
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_dataset_that_is_read_goes_to_workers_that_are_not_forked(folder: str, indexed: bool) -> None:
-    mine = dataset(folder, indexed=indexed)
-    next(iter(mine))
-    copy = pickle.loads(pickle.dumps(mine))
-    assert [sample["text"] for sample in copy] == [sample["text"] for sample in mine]
-
-
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_of_another_epoch_is_refused(folder: str, workers: int, indexed: bool) -> None:
     one = loader(folder, workers, indexed=indexed)
@@ -223,20 +214,6 @@ def test_a_forgotten_set_epoch_warns_once(folder: str, workers: int, log: Path) 
     assert log.read_text().count("Epoch 0 begins again, in the same order as before. Call set_epoch") == 1
 
 
-def test_set_epoch_and_a_resume_do_not_warn(folder: str, log: Path) -> None:
-    one = loader(folder, 2)
-    for epoch in range(3):
-        one.dataset.set_epoch(epoch)
-        list(one)
-    for _ in range(2):
-        other = loader(folder)
-        next(iter(other))
-        resumed = loader(folder)
-        resumed.load_state_dict(other.state_dict())
-        list(resumed)
-    assert log.read_text() == ""
-
-
 def test_another_number_of_workers_is_refused_in_our_words(folder: str) -> None:
     one = loader(folder, 2)
     next(iter(one))
@@ -289,21 +266,6 @@ def test_nothing_comes_twice_or_is_left_out(
         one.dataset.set_epoch(3)
         assert len(texts(one)) == len(one.dataset), "the next epoch is whole"
     assert read == Counter(TEXTS)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_topology_gets_the_same_batches(folder: str, workers: int) -> None:
-    for rank in range(2):
-        one = loader(folder, workers, rank, 2)
-        one.dataset.set_epoch(2)
-        batches = iter(one)
-        for _ in range(3):
-            next(batches)
-        if rank == 0:
-            _, states = stopped(folder, 2, workers, 3)
-        other = loader(folder, workers, rank, 2)
-        restore(other, states)
-        assert texts(other) == texts(batches)
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -367,15 +329,6 @@ def test_states_are_gathered_with_torch_distributed(folder: str, tmp_path: Path)
 
 
 # Files, logs, earlier releases ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("indexed", [True, False])
-def test_there_is_no_line_for_each_file(folder: str, capfd: Any, indexed: bool) -> None:
-    logged: list[str] = []
-    sink = logger.add(logged.append, format="{message}", level="INFO")
-    list(loader(folder, 0, indexed=indexed))
-    logger.remove(sink)
-    assert [line for line in logged if ".parquet" in line] == []
 
 
 SEED_OF_EPOCH_0 = 4886006158694734  # which release 0.1 gave to the reader for shuffle_seed=1

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from loguru import logger
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -73,22 +72,6 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder: st
     for workers in (0, 1, 3):
         with pytest.raises(CheckpointMismatch, match=expected):
             restore(loader(folder, workers), [state])
-
-
-def test_a_state_of_a_snapshot_itself_goes_to_any_topology(folder: str) -> None:
-    saving = loader(folder, 2, snapshot_every_n_steps=3)
-    read = take(iter(saving), 6)
-    other = loader(folder, 3)
-    restore(other, [saving.state_dict()])
-    assert Counter(read + take(other)) == Counter(TEXTS)
-
-
-def test_an_end_between_two_snapshots_is_the_end(folder: str) -> None:
-    saving = loader(folder, 2, snapshot_every_n_steps=7)
-    assert len(take(saving)) == 100
-    state = saving.state_dict()
-    assert state["_steps_since_snapshot"]
-    assert restore(loader(folder, 2), [state]) == restore(loader(folder, 3), [state]) == 1
 
 
 # Wrappers belong to their rank -----------------------------------------------------------------------------------
@@ -156,16 +139,6 @@ def test_two_iterations_at_once_have_no_state(folder: str) -> None:
     assert Counter(read) == Counter(take(iter(loader(folder)), 5) + take(resumed)) == Counter(TEXTS)
 
 
-def test_a_peek_at_the_first_batch_changes_no_state(folder: str) -> None:
-    train = loader(folder)
-    next(iter(train))
-    batches = iter(train)
-    read = take(batches, 5)
-    resumed = loader(folder)
-    restore(resumed, [train.state_dict()])
-    assert Counter(read + take(resumed)) == Counter(TEXTS)
-
-
 def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
     train = loader(folder)
     for _ in train:
@@ -182,31 +155,10 @@ def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
     train.dataset.state_dict()
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_an_iteration_that_goes_on_after_another_has_begun_has_no_state(folder: str, indexed: bool) -> None:
-    one = dataset(folder, indexed=indexed)
-    first = iter(one)
-    next(first)
-    second = iter(one)
-    next(second)
-    with pytest.raises(ConfigError, match="two iterations"):
-        one.state_dict()
-    one.load_state_dict(dataset(folder, indexed=indexed).state_dict())
-    one.state_dict()
-
-
 @pytest.mark.parametrize("wrap", [lambda one: Mix([one, one], [1, 1]), lambda one: Mix([one, Pack(one, 5)], [1, 1])])
 def test_a_mix_of_one_dataset_with_itself_is_refused(folder: str, wrap: Any) -> None:
     with pytest.raises(ConfigError, match=r"twice.*dataset of its own"):
         wrap(dataset(folder))
-
-
-def test_two_iterations_of_a_pack_have_no_state(folder: str) -> None:
-    packed = pack(folder)
-    first, second = iter(packed), iter(packed)
-    next(first), next(second)
-    with pytest.raises(ConfigError, match="two iterations"):
-        packed.state_dict()
 
 
 # States of different steps ---------------------------------------------------------------------------------------
@@ -273,22 +225,6 @@ def test_damaged_lines_are_no_difference_between_steps(tmp_path: Path, columns: 
 
 def as_texts(batch: list[Any]) -> list[str]:
     return [one["text"] if isinstance(one, dict) else one for one in batch]
-
-
-def test_without_a_batch_size_different_steps_are_a_warning(folder: str) -> None:
-    def make(rank: int, ranks: int) -> Any:
-        return StatefulDataLoader(dataset(folder, rank, ranks, batch_size=None), 4, collate_fn=list)
-
-    lines: list[str] = []
-    sink = logger.add(lambda line: lines.append(str(line)), format="{message}", level="WARNING")
-    try:
-        merge([state for _, state in saved(make, 2, [5, 5])])
-        merge([state for _, state in saved(make, 2, [12, 13])])
-        assert not lines
-        merge([state for _, state in saved(make, 2, [5, 6])])
-    finally:
-        logger.remove(sink)
-    assert "rank 0 had 20 samples, rank 1 had 24" in lines[0]
 
 
 def test_counted_states_are_refused_without_counted_rows(folder: str) -> None:

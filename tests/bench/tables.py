@@ -1,0 +1,32 @@
+"""Tables in Markdown, and what all commands' parsers have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Each row a line. Of floats three digits are shown; None is empty."""
+    names = list(header)
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(map(_shown, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def parser(documentation: str | None) -> argparse.ArgumentParser:
+    """``--help`` shows the module's docstring as it is."""
+    return argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_fields(parser: argparse.ArgumentParser, defaults: object) -> None:
+    """An option for each number of a dataclass."""
+    for name, value in vars(defaults).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")

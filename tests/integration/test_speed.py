@@ -11,7 +11,6 @@ from tests.bench.guard import costs
 MOST = 1.45
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_a_document_costs_no_more_cpu_time_than_it_did() -> None:
     found = costs()

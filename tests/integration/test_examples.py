@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from datatrove.io import DataFolder
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
@@ -264,6 +265,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was completed once, and a copy of it: run.json holds the output's full path."""
     kept = tmp_path_factory.mktemp("kept")
     (kept / "job").mkdir()
+    DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
     with contextlib.chdir(kept / "job"):
         write_documents(Path())
         Path("job.yaml").write_text(JOB)

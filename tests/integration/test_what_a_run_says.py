@@ -15,8 +15,11 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.inference.client.http1 import Response
+from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import endpoint
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -113,10 +116,10 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
     """One that refuses connections is said at the second failure, one that does not answer at the first."""
     causes = iter(["no connection"] * failures + [None])
 
-    async def get(*_: Any) -> tuple[int, bytes]:
+    async def get(*_: Any) -> Response:
         if cause := next(causes):
-            raise endpoint._NotReady(cause)
-        return 200, b"{}"
+            raise ExchangeFailed(cause)
+        return Response(200, HiddenBytes(b"{}"), "")
 
     monkeypatch.setattr(endpoint, "_get", get)
     monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.0)

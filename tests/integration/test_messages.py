@@ -57,6 +57,7 @@ def test_logs_that_cannot_be_written_are_named(job: Path, capfd: pytest.CaptureF
     assert "choose another logging_dir, and run the same command again" in message
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("call", ["exists", "open"])
 def test_a_checkpoint_of_another_user_is_named(
     call: str, job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

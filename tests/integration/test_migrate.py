@@ -142,7 +142,8 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
     return Move(number, kept_documents, again, missing.total(), there.total(), max(0, repeated - again))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [1, 0, 2])
 def test_a_run_of_datatroves_that_was_killed_goes_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> None:
     kill_and_go_on(folder, call, datatrove, seed)
 
@@ -159,6 +160,7 @@ def kill_and_go_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) ->
         return go_on(folder, call, killer, number, "checkpoints" if in_place else "ours")
 
 
+@pytest.mark.slow
 def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Call, datatrove: Datatrove) -> None:
     """The first one is finished: datatrove has removed its folder. executor.json proves the model."""
     write_input(folder, 9, 14)
@@ -190,8 +192,8 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Cal
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("release", "in_place"), [("0_8_0", True), ("0_9_0", False)])
 def test_a_killed_run_of_an_older_release_goes_on(folder: Path, call: Call, release: str, in_place: bool) -> None:
     shutil.copytree(DATA / f"datatrove_{release}", folder, dirs_exist_ok=True)
     with FakeServer() as server:

@@ -31,7 +31,6 @@ from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
-from datatrove_ckpt.preflight.plan import MIRROR_REQUESTS
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
@@ -87,7 +86,8 @@ def state(rank: Path) -> dict[str, Any]:
 # restoring ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("where", ["folder", "memory://"])
 def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     job: Job, expected: dict[str, bytes], log: list[str], where: str
 ) -> None:
@@ -104,6 +104,7 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     MemoryFileSystem.store.clear()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
 def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
     job: Job, expected: dict[str, bytes], file: str
@@ -160,11 +161,9 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
             job.run(server)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(
-    tmp_path: Path, kills: int
-) -> None:
-    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=kills)
+@pytest.mark.slow
+def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=4)
     with FakeServer(delay=killed.delay) as server:
         runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
         killed.run_to_the_end(server, random.Random(0))
@@ -191,14 +190,14 @@ def restored(job: Job) -> dict[str, Any]:
     return state(job.rank)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("places", [40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
+@pytest.mark.parametrize("places", [2, 40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
 def test_no_damage_to_any_one_object_costs_more_than_a_version(
     job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
     states = three_versions(job, monkeypatch)
     assert restored(job) == states[2]
-    tried = 0
     newest = manifests(job)[-1]
     needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
     assert len(needed) >= 3  # commits, a journal, answers
@@ -217,9 +216,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
                 assert any(f"{path.name} is missing or damaged. Reading its copy" in line for line in log)
             elif path == newest and damaged is not None:
                 assert any("because newer ones are damaged" in line for line in log)
-            tried += 1
             path.write_bytes(content)
-    print(f"{tried} kinds of damage to {len(objects) + 1} objects")
 
 
 def spoil(job: Job, manifest: Path, older: Path | None) -> None:
@@ -299,6 +296,7 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
 
 
+@pytest.mark.slow
 def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
     job.run_until("text 2")
     for question in ("text 3", "text 4 again"):
@@ -307,23 +305,6 @@ def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
         job.run_until(question)
         assert set(job.checkpoints.iterdir()) == before
     assert answered(job.rank) == up_to("text 4 again")
-
-
-def test_a_node_that_was_restored_from_an_older_version_is_not_restored_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own work is newer than the damaged versions that were skipped."""
-    three_versions(job, monkeypatch)
-    for manifest in manifests(job)[-2:]:
-        manifest.write_bytes(b"damaged")
-    job.lose_the_node()
-    with monkeypatch.context() as failing:
-        failing.setattr(object_store, "effects", Failing())
-        job.run_until("text 5 again")
-        assert answered(job.rank) == up_to("text 5 again")
-    with FakeServer() as server:
-        job.run(server)
-        assert server.asked.total() == 1
 
 
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
@@ -357,16 +338,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
             job.run(server)
 
 
-# mirroring ---------------------------------------------------------------------------------------------------------
-
-
-class Failing(object_store.Effects):
-    """A remote that refuses every write."""
-
-    def put(self, fs: Any, path: str, data: bytes) -> None:
-        raise ConnectionError("no route to host")
-
-
 class FailingOnce(object_store.Effects):
     """A remote that refuses the first version once, and the second one always."""
 
@@ -379,6 +350,9 @@ class FailingOnce(object_store.Effects):
             self.refused = True
             raise ConnectionError("503")
         super().put(fs, path, data)
+
+
+# mirroring ---------------------------------------------------------------------------------------------------------
 
 
 class Hanging(object_store.Effects):
@@ -507,6 +481,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     assert any("did not end within 0.1 s" in line for line in log)
 
 
+@pytest.mark.slow
 def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[tuple[str, int]] = []
 
@@ -530,35 +505,11 @@ def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypa
         assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
 
 
-def test_plan_expects_as_many_requests_as_a_version_takes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[str] = []
-
-    def counted(name: str) -> Any:
-        method = getattr(object_store.ObjectStore, name)
-
-        def call(*args: Any) -> Any:
-            requests.append(f"{name} {args[1] if len(args) > 1 else ''}")
-            return method(*args)
-
-        return call
-
-    for name in ("put", "copy", "remove", "read", "names"):
-        monkeypatch.setattr(object_store.ObjectStore, name, counted(name))
-    with FakeServer(delay=lambda payload, times: 0.02) as server:
-        job.run(server, 60, mirror_seconds=0.02, records_per_chunk=20)
-    made = len([one for one in requests if one.startswith("put generation")])
-    assert made > 10
-    assert abs(len(requests) / made - MIRROR_REQUESTS) < 2
-    removed = [one for one in requests if one.startswith("remove")]
-    assert len(removed) == len(set(removed))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"checkpoints_remote_dir": "sftp://me:secret@host/path"}, "holds a user or a password"),
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
-        ({"mirror_seconds": -1}, 'mirror_seconds: must be "auto" or a number'),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
@@ -569,6 +520,7 @@ def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any],
 # mirror_seconds: auto -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

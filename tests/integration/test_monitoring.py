@@ -6,7 +6,6 @@ import asyncio
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import exporter, metrics_port
-from datatrove_ckpt.generation.export.metrics import RANK_LABELS, Snapshot
-from datatrove_ckpt.generation.export.metrics_file import MetricsFile
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
@@ -119,6 +115,7 @@ def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPat
     write_job(folder, text + MONITORING % (PORT, host), "a", "b")
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeServer(hold_after=0) as server:
         write_files(tmp_path, server.url, host, monkeypatch)
@@ -165,6 +162,7 @@ def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatc
     exporter.check_monitoring(MonitoringConfig(mlflow_uri=uri))
 
 
+@pytest.mark.slow
 def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,35 +182,3 @@ def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:
     settings = MonitoringConfig(wandb_project="books")
     with pytest.raises(ConfigError, match=r"what MLflow .* is kept with checkpoints; set checkpoints_local_dir\."):
         InferenceRunner(ask, config(server), writer(tmp_path), monitoring=settings)
-
-
-def test_a_rank_whose_checkpoint_cannot_be_closed_is_shown_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(checkpoint: OpenCheckpoint, completed: bool) -> None:
-        close(checkpoint, completed)
-        raise OSError("the disk is gone")
-
-    close = OpenCheckpoint.close
-    monkeypatch.setattr(OpenCheckpoint, "close", fails)
-    settings = MonitoringConfig(metrics_file=str(tmp_path / "a.prom"))
-    with FakeServer() as server, pytest.raises(OSError, match="the disk is gone"):
-        runner(tmp_path, server, monitoring=settings).run(documents(2))
-    assert samples((tmp_path / "a_00000.prom").read_text())["rank_state failed"] == 1
-
-
-def test_the_last_version_of_a_metrics_file_is_written_whatever_failed_before(tmp_path: Path, log: list[str]) -> None:
-    asked = threading.Event()
-
-    def snapshot() -> Snapshot:
-        if not asked.is_set():
-            asked.set()
-            raise ImportError("partially initialized module")
-        return {"labels": dict.fromkeys(RANK_LABELS, ""), "values": {}}
-
-    file = MetricsFile(str(tmp_path / "a.prom"), 3600, 0, snapshot)
-    file.start()
-    assert asked.wait(600)
-    file.end()
-    assert (tmp_path / "a_00000.prom").read_text().startswith("# datatrove-ckpt: ended")
-    assert sum("metrics_file" in line for line in log) == 1

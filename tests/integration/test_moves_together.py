@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,9 +12,6 @@ from datatrove_ckpt.checkpoint.layout import RESHARD_PLAN, SHARES
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.run_state import RunState
-from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.testing import FakeServer
 from tests.datatrove_job import Datatrove
 from tests.kept import content_of
@@ -42,21 +38,7 @@ def fork(job: Job, new: Job) -> int:
     return main(["fork", str(job.checkpoints), str(new.checkpoints)])
 
 
-def test_what_reshard_writes_has_its_format_and_version(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 1))
-    for path in (
-        *job.checkpoints.glob("0*/run.json"),
-        job.checkpoints / "job.json",
-    ):  # as 0.1.0 wrote them
-        content = content_of(path) | {"format": 1}
-        del content["written_by"]
-        path.write_text(json.dumps(content))
-    job.reshard(2, 3)
-    written = [content_of(path) for path in (*job.checkpoints.glob("0*/run.json"), job.checkpoints / "job.json")]
-    assert {(content["format"], content["written_by"]) for content in written} == {(FORMAT, __version__)}
-    job.finish(3)
-
-
+@pytest.mark.slow
 def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +54,7 @@ def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
     assert fork(job, new) == 2
 
 
+@pytest.mark.slow
 def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +69,7 @@ def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
     new.finish(4)
 
 
+@pytest.mark.slow
 def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job) -> None:
     job.stop_in_the_middle(4, some(job, 4), ranks=[0, 1])
     job.reshard(4, 2)
@@ -94,19 +78,7 @@ def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job) -> None:
     new.finish(2)
 
 
-def test_a_fork_gets_other_tasks_once_each_has_started(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    job.stop_in_the_middle(2, some(job, 6))
-    new = elsewhere(job)
-    assert fork(job, new) == 0
-    new.stop_in_the_middle(2, some(job, 7), ranks=[0])
-    with pytest.raises(Exception, match="task 1 of it never started"):
-        new.reshard(2, 3)
-    new.stop_in_the_middle(2, some(job, 7), ranks=[1])
-    new.reshard(2, 3)
-    assert not any("forked" in content_of(path) for path in new.checkpoints.glob("0*/run.json"))
-    new.finish(3)
-
-
+@pytest.mark.slow
 def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)
@@ -121,6 +93,7 @@ def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
     new.check_finished()
 
 
+@pytest.mark.slow
 def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)
@@ -132,44 +105,7 @@ def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) 
     new.finish(3)
 
 
-def state_of(job: Job, what: str | None = None) -> RunState:
-    with open_place(what or str(job.checkpoints)) as place:
-        return read_run_state(place)
-
-
-def test_what_is_said_of_a_mirror_counts_the_tasks_that_there_are_no_more(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.stop_in_the_middle(4, some(job, 9))
-    job.reshard(4, 2)
-    mirror = str(job.folder / "mirror")
-    job.changes = {"checkpoints_remote_dir": mirror, "mirror_seconds": 1000}
-    job.finish(2)
-    state = state_of(job, mirror)
-    assert (state.tasks, state.foreign, state.missing, state.is_finished) == (2, [], [], True)
-    assert state.totals.documents == len(job.ids)
-    assert main(["verify", mirror, "--full"]) == 0
-    assert main(["report", mirror, "--output", str(job.folder / "report.html")]) == 0
-    printed = capsys.readouterr().out
-    assert "one too many" not in printed
-    assert "do not belong" not in printed
-    shutil.rmtree(job.checkpoints)
-    assert main(["fork", mirror, str(elsewhere(job).checkpoints)]) == 2
-    assert "reshard has left" in capsys.readouterr().err
-
-
-def test_status_counts_documents_that_have_moved_to_a_task_with_a_history(job: Job) -> None:
-    """A task says at its end how many documents it has. Afterwards, ``reshard`` adds those of others."""
-    job.write_input((7, 7, 7))
-    job.stop_in_the_middle(3, {"text 0-5", "text 1-5", "text 2-5"})
-    before = state_of(job).totals
-    assert before.unfinished.read
-    job.reshard(3, 1)
-    after = state_of(job).totals
-    assert (after.documents, after.exact) == (before.documents, True)
-    job.finish(1)
-
-
+@pytest.mark.slow
 def test_status_says_how_a_half_done_reshard_goes_on(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.stop_in_the_middle(4, some(job, 10))
     plan = job.checkpoints / RESHARD_PLAN
@@ -181,6 +117,7 @@ def test_status_says_how_a_half_done_reshard_goes_on(job: Job, capsys: pytest.Ca
     assert "Run the command that started it again" not in printed
 
 
+@pytest.mark.slow
 def test_status_tells_a_fork_that_has_not_started(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.stop_in_the_middle(2, some(job, 10))
     new = elsewhere(job)
@@ -216,6 +153,7 @@ def test_verify_compares_the_new_number_of_tasks_with_the_file(
     assert "tasks: 3 -> 2" in printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(left_job: Path, call: Call, datatrove: Datatrove) -> None:
     migrate(call)
     for path in Path("ours").glob("0*/run.json"):

@@ -46,16 +46,6 @@ def raises(error: BaseException) -> Callable[[Document], None]:
     return fail
 
 
-def raises_its_own_cause(document: Document) -> None:
-    try:
-        try:
-            raise KeyError("cause")
-        except KeyError as cause:
-            raise ValueError("error") from cause
-    except ValueError as error:
-        raise error.__cause__ from None
-
-
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -67,38 +57,22 @@ RECURSIVE: list[Any] = []
 RECURSIVE.append(RECURSIVE)
 UNWRITABLE: dict[str, Callable[[Document], None]] = {
     "no text": field("text", None),
-    "text of bytes": field("text", b"x"),
     "text with a surrogate": field("text", "a\ud800b"),
     "id with a surrogate": field("id", "\udfff"),
     "mute id": field("id", Mute()),
-    "id deleted": lambda document: delattr(document, "id"),
     "text deleted": lambda document: delattr(document, "text"),
-    "metadata deleted": lambda document: delattr(document, "metadata"),
-    "no metadata": field("metadata", None),
     "media of numbers": field("media", [1]),
     "set": meta("k", {1, 2}),
     "bytes": meta("k", b"x"),
-    "complex": meta("k", 1j),
     "recursive": meta("k", RECURSIVE),
     "deep": meta("k", nested(3000)),
     "beyond 64 bits": meta("k", 2**70),
-    "beyond all digits": meta("k", 10**5000),
     "surrogate": meta("k", "\ud800"),
-    "key with a surrogate": meta("\ud800"),
-    "mute value": meta("k", Mute()),
     "mute key": meta(Mute()),
-    "set of mute values": meta("k", {Mute()}),
     "integer key": meta(1),
-    "None as key": meta(None),
-    "tuple as key": meta((1, 2)),
     "object": meta("k", object()),
-    "errors in a circle": raises_its_own_cause,
     "mute error": raises(Mute()),
-    "error of a mute value": raises(ValueError(Mute())),
-    "error of a list in itself": raises(ValueError(RECURSIVE)),
-    "exit with a mute value": raises(SystemExit(Mute())),
     "error with a surrogate": raises(ValueError("a\ud800")),
-    "group of mute errors": raises(ExceptionGroup("g\ud800", [Mute()])),
 }
 
 
@@ -112,6 +86,7 @@ def spoils(spoil: Callable[[Document], None]) -> Any:
     return rollout
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", UNWRITABLE)
 def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
     tmp_path: Path, server: FakeServer, name: str
@@ -199,6 +174,7 @@ def _apply(place: str, value: Any, document: Document) -> Any:
 _USAGE = [{"prompt_tokens": odd, "completion_tokens": odd} for odd in ("3", [1], {"a": 1}, 2**63, -1, 1e300, 0.5, None)]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6), usage=st.sampled_from(_USAGE))
 def test_whatever_a_rollout_does_each_document_ends_once(plan: list[tuple[str, Any]], usage: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         waiting = release_when_asked(server, 200)
@@ -77,6 +78,7 @@ def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) 
     assert "200 of 200 documents" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path) -> None:
     with FakeServer() as server:
         ended = run_job(tmp_path, server.url, "-n 250")

@@ -28,6 +28,7 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
     return [os.pidfd_open(int(pid)) for pid in forked]
 
 
+@pytest.mark.slow
 def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
     with FakeServer(hold_after=30) as server:
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
@@ -85,21 +86,17 @@ with multiprocess.get_context("fork").Pool(1, handle) as pool:
 """
 
 
-@pytest.mark.parametrize("slow", ["nothing", "the end of the task"])
-def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path, slow: str) -> None:
-    may_end = tmp_path / "may_end"
+@pytest.mark.slow
+def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         process = subprocess.Popen(
             [sys.executable, "-c", FORKED, server.url], cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
         until(lambda: server.asked.total() >= 1)
         worker = os.pidfd_open(int((tmp_path / "worker").read_text()))
-        if slow != "the end of the task":
-            may_end.touch()
         signal.pidfd_send_signal(worker, signal.SIGTERM)
-        if slow == "the end of the task":
-            assert not select.select([worker], [], [], 1.5)[0], "it ended before it had sent its error"
-            may_end.touch()
+        assert not select.select([worker], [], [], 1.5)[0], "it ended before it had sent its error"
+        (tmp_path / "may_end").touch()
         assert select.select([worker], [], [], 300)[0]
         os.close(worker)
         _, error = process.communicate(timeout=300)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
@@ -93,6 +92,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_advice_works(
     job: Path, call: Call, kind: str, server: FakeServer
@@ -136,6 +136,7 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
     assert len(outputs(tmp_path / "output")) == 3
 
 
+@pytest.mark.slow
 def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
     job: Path, call: Call, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
 # during a run --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
     tmp_path: Path, server: FakeServer, what: str
@@ -209,16 +211,14 @@ def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_w
     assert outputs(job / "output") == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ("${rank}_chunk_${chunk_index}.jsonl", "00000_chunk_0.jsonl"),  # of datatrove's own InferenceRunner
-        ("${rank}_chunk_${chunk_index}.jsonl", "001_00000_chunk_00000.jsonl"),
         ("${rank}_chunk_${chunk_index}.jsonl", "00000_chunk_retry1_00000.jsonl"),
         ("${rank}/${chunk_index}.jsonl", "00000/00007.jsonl"),
         ("${lang}/${rank}_${chunk_index}.jsonl", "en/00000_00000.jsonl"),
-        ("${lang}/${rank}_${chunk_index}.jsonl", "zh/hans/00000_00000.jsonl"),
-        ("./a/${chunk_index}.jsonl", "a/00000.jsonl"),
     ],
 )
 def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_start(
@@ -257,6 +257,7 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
     assert set(others) < set(outputs(tmp_path / "output"))
 
 
+@pytest.mark.slow
 def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
     """Ranks that run at the same time: fields of documents can run into the numbers of a name."""
     assert call("run", "job.yaml")[0] == 0
@@ -270,59 +271,10 @@ def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
     assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
 
 
-async def by_label(document: Document, generate: Any) -> Any:
-    document.metadata["label"] = os.environ["LABEL"]  # as an answer that differs from run to run
-    return await ask(document, generate)
-
-
-def test_files_of_a_chunk_that_was_made_again_under_other_names_are_refused(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint is an older copy: the later chunks are made again, with other answers."""
-    monkeypatch.setenv("LABEL", "a")
-    output = JsonlWriter(str(tmp_path / "output"), "${label}/${rank}_${chunk_index}.jsonl", compression=None)
-    for number in (2, 7):
-        runner(tmp_path, server, by_label, output_writer=output).run(documents(number))
-        if number == 2:
-            shutil.copytree(tmp_path / "checkpoints", tmp_path / "older")
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "older").rename(tmp_path / "checkpoints")
-    monkeypatch.setenv("LABEL", "b")
-    for _ in range(2):
-        with pytest.raises(OutputMismatch, match=r"names: a/00000_00001.jsonl; a/00000_00002.jsonl; a/00000_00003"):
-            runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
-    shutil.move(tmp_path / "output" / "a" / "00000_00000.jsonl", tmp_path / "kept")
-    shutil.rmtree(tmp_path / "output" / "a")
-    (tmp_path / "output" / "a").mkdir()
-    shutil.move(tmp_path / "kept", tmp_path / "output" / "a" / "00000_00000.jsonl")
-    runner(tmp_path, server, by_label, output_writer=output).run(documents(7))
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("${lang}/${rank}_${chunk_index}.jsonl", "en/00000_00007.jsonl"),  # a chunk that this rank does not have
-        ("${lang}_${rank}_${id}_${chunk_index}.jsonl", "en_00001_x_00000_x_00000.jsonl"),  # rank 0's or rank 1's
-    ],
-)
-def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(
-    tmp_path: Path, server: FakeServer, log: list[str], template: str, name: str
-) -> None:
-    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
-
-    async def copy(document: Document, generate: Any) -> Any:
-        (tmp_path / "output" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "output" / name).write_text("of a run on other documents")
-        return await ask(document, generate)
-
-    runner(tmp_path, server, copy, output_writer=output).run([Document("a", "0", metadata={"lang": "fr"})])
-    assert any(f"no commit of rank 0 names: {name}" in line for line in log)
-
-
 # folders that must differ --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -330,11 +282,8 @@ def test_files_that_other_runs_may_have_named_are_only_a_warning_at_the_end(
          "inside the folder that pipeline[0] JsonlReader reads"),
         ("output_folder: output", "output_folder: ./input/answers/", "leaves out 00000_00000.jsonl."),
         ("data_folder: input", "data_folder: .", "would take this output for input"),
-        ("data_folder: input", "data_folder: ., glob_pattern: '**/*.jsonl'", "would take this output for input"),
-        ("data_folder: input", "data_folder: ., glob_pattern: .jsonl, recursive: false", None),
         ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),
         ("output_folder: output", "output_folder: checkpoints", "among the files of the checkpoint"),
-        ("output_folder: output", "output_folder: checkpoints/00000", "among the files of the checkpoint"),
         ("output_folder: output", "output_folder: checkpoints/answers", None),
         ("      - class_path: InferenceRunner",
          "      - class_path: JsonlWriter\n        init_args: {output_folder: output, output_filename: "
@@ -396,6 +345,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
     return ByPrefix
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("forbidden", [False, True])
 def test_remote_files_are_listed_once_by_prefix_or_looked_up_one_by_one(
     tmp_path: Path, server: FakeServer, remote: type[ByPrefix], monkeypatch: pytest.MonkeyPatch, forbidden: bool
@@ -413,6 +363,7 @@ def test_remote_files_are_listed_once_by_prefix_or_looked_up_one_by_one(
     assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(failed.value)
 
 
+@pytest.mark.slow
 def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeServer, remote: type[ByPrefix]) -> None:
     output = ParquetWriter("byprefix://out", "${rank}_${chunk_index}.parquet")
     remote().pipe_file("/out/000_00003_00000.parquet", b"of another run")
@@ -422,12 +373,10 @@ def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeSer
     assert remote.listed[-1] == ("/out", "000_00002_")
 
 
-# cost ----------------------------------------------------------------------------------------------------------------
-
-
 # another output folder -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_repair_never_removes_files_of_another_job(job: Path, call: Call) -> None:
     yaml = (job / "job.yaml").read_text()
     for name in ("other", "own"):  # the same names, other contents
@@ -445,6 +394,7 @@ def test_repair_never_removes_files_of_another_job(job: Path, call: Call) -> Non
     assert outputs(job / "output-other") == before
 
 
+@pytest.mark.slow
 def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, call: Call) -> None:
     assert call("run", "job.yaml")[0] == 0
     yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
@@ -456,6 +406,7 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, ca
     assert "repair" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
 def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
     job: Path, capfd: pytest.CaptureFixture[str], name: str
@@ -519,6 +470,7 @@ def test_an_input_without_documents_is_said(job: Path, call: Call, capfd: pytest
     assert "  documents  none in the input\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
     assert call("run", "job.yaml")[0] == 0
     retry = job / "checkpoints" / "retry-00001"
@@ -547,8 +499,7 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     assert server.asked.total() == 1
 
 
-@pytest.mark.parametrize("branch", ["", "@main", "@refs%2Fheads%2Fmain"])
-@pytest.mark.parametrize("other", ["", "@main"])
+@pytest.mark.parametrize(("branch", "other"), [("", "@main"), ("@refs%2Fheads%2Fmain", "")])
 def test_the_main_branch_of_a_repository_has_several_names(branch: str, other: str) -> None:
     reader = JsonlReader(f"hf://datasets/org/data{other}")
     output = JsonlWriter(f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None)

@@ -13,15 +13,17 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.real_process]  # five programs, one after the other
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.real_process,
+]  # five programs, one after the other
 
 BIN = Path(sys.executable).parent
 DOCUMENTS = 8
 SCRIPT = """
 import re
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 from datatrove.executor import SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
@@ -35,18 +37,9 @@ STYLES = {"plain": "plainly"}
 calls = 0
 
 
-@dataclass
-class Words:
-    text: str
-
-    def joined(self):
-        return re.sub(r"\\s+", " ", f"{PROMPT} {self.text}")
-
-
 def payload(text, style):
-    words = Words(text)
-    assert isinstance(words, Words)
-    return {"messages": [{"role": "user", "content": words.joined() + STYLES[style] + ending()}]}
+    words = re.sub(r"\\s+", " ", f"{PROMPT} {text}")
+    return {"messages": [{"role": "user", "content": words + STYLES[style] + ending()}]}
 
 
 def shared():

@@ -115,6 +115,7 @@ def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
 # --------------------------------------------------------------------------- what still finishes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
     tmp_path: Path, reraised: list[int], number: signal.Signals
@@ -165,15 +166,6 @@ def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path: Path, previous:
             runner(tmp_path, server, rollout).run(documents(1))
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_ctrl_c_is_a_keyboard_interrupt(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
-        send_signal(signal.SIGINT)
-        return await plain(document, generate)
-
-    with pytest.raises(KeyboardInterrupt):
-        runner(tmp_path, server, rollout).run(documents(1))
 
 
 def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_again(
@@ -279,6 +271,7 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
     assert any("ERROR" in line and "a bug" in line for line in log)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     tmp_path: Path, reraised: list[int], status: int
@@ -300,6 +293,7 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
 
 
+@pytest.mark.slow
 def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
     tmp_path: Path, reraised: list[int], server: FakeServer
 ) -> None:
@@ -403,6 +397,7 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(
     assert not server.asked
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, where: str
@@ -428,21 +423,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
-def test_an_event_loop_that_a_rollout_blocks_is_interrupted_by_the_second_signal(
-    tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
-
-    async def blocks(document: Document, generate: Any) -> Any:
-        send_signal()
-        send_signal()
-        raise AssertionError("the second one did not raise")
-
-    with pytest.raises(Preempted):
-        runner(tmp_path, server, blocks).run(documents(1))
-    assert reraised == [signal.SIGTERM]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
     tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, quick: bool
@@ -523,7 +504,8 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
     assert reraised == [signal.SIGUSR1]
 
 
-@pytest.mark.parametrize("script", ["print('N/A')", "import sys; sys.exit(1)", "import time; time.sleep(600)"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("script", ["print('N/A')", "import time; time.sleep(600)"])
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:

@@ -69,7 +69,8 @@ def check(folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("echo", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("echo", [True, False])
 def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path: Path, echo: bool) -> None:
     def status(payload: dict[str, object], times: int) -> int | None:
         return 400 if echo and "text 8" in str(payload) else None
@@ -115,8 +116,9 @@ def _not_root() -> object:
     os.seteuid(0)
 
 
-@pytest.mark.parametrize("closed", ["", "00000", "00000/run.json", "00000/commits.jsonl", "00000/chunk_00001.jsonl"])
-@pytest.mark.parametrize("command", ["status", "verify", "repair"])
+@pytest.mark.parametrize(
+    ("command", "closed"), [("status", ""), ("verify", "00000/run.json"), ("repair", "00000/chunk_00001.jsonl")]
+)
 def test_commands_say_which_checkpoint_they_may_not_read(
     command: str, closed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.layout import LOCK
+from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN
+from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -21,6 +23,7 @@ from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.hub import FakeHub
+from tests.kept import edit
 from tests.make_release import TEXTS, run
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -90,19 +93,11 @@ def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
     assert (report.output, report.problems) == (f"{tmp_path}/old/output", [])
 
 
-def lose(path: Path) -> None:
-    path.unlink()
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def alter(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
 
 
-@pytest.mark.parametrize("damage", [lose, cut, alter])
+@pytest.mark.parametrize("damage", [Path.unlink, alter])
 def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
     damage: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,10 +153,11 @@ def test_a_run_that_started_meanwhile_is_noticed(tmp_path: Path) -> None:
     assert kept(new) == before
 
 
-def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> None:
-    fresh = copied(tmp_path)
-    number, crashes = 0, 0
-    while True:
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [4, 1])
+def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step: int) -> None:
+    copied(tmp_path)
+    for number in itertools.count(step=step):
         folder = tmp_path / "new"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "old", folder)
@@ -170,7 +166,6 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> No
             relocate(folder)
         if disk.crashed_at is None:
             break
-        crashes += 1
         assert list(disk.survivors()) == ["killed"]
         # What is half done is no run of the one place or the other; job.json alone is made again by a run.
         content = json.loads((folder / "checkpoints" / "00001" / "run.json").read_bytes())
@@ -182,10 +177,7 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path) -> No
         report = verify(folder / "checkpoints", full=True)
         assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
         assert {one.rank for one in report.unfinished} == {1, None}, disk.crashed_at
-        number += 1
-    assert crashes >= 8
-    print(f"relocate was killed at {crashes} effects")
-    assert fresh == tmp_path / "new"
+    assert number >= 8
 
 
 def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(
@@ -239,3 +231,64 @@ def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
     capfd.readouterr()
     assert main(["verify", str(folder / "checkpoints")]) == 1
     assert "is altered: the hub lists another hash for it" in capfd.readouterr().out
+
+
+# parts that were not copied ------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    shutil.rmtree(new / "checkpoints" / "00001")
+    for path in (new / "output").glob("00001*"):
+        path.unlink()
+    assert relocate(new) == 1
+    said = capsys.readouterr().out
+    assert f"rank 1: {new}/checkpoints/00001 is missing, and " in said
+    assert "checkpoints/last_chunk/00001.txt names its last chunk" in said
+    assert "so nothing was changed. Copy these files and folders again, and relocate again." in said
+    for name in ("checkpoints", "output"):
+        shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
+    assert relocate(new) == 0
+    assert named(new) == {f"{new}/output"}
+
+
+def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    shutil.rmtree(new / "checkpoints" / "00001")
+    (new / "checkpoints" / "last_chunk" / "00001.txt").unlink()
+    for path in (new / "output").glob("00001*"):
+        path.unlink()
+    (new / "output" / "00000_chunk_00009.jsonl").write_text("")
+    assert relocate(new) == 0
+    said = capsys.readouterr().out
+    assert "tasks 1, 2: nothing here shows that they ever started. If they did, copy their folders, too" in said
+    assert "00000_chunk_00009.jsonl is named by no commit." in said
+    # The folder that was forgotten can still be added.
+    for name in ("checkpoints/00001", "output"):
+        shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
+    assert relocate(new) == 0
+    assert named(new) == {f"{new}/output"}
+
+
+def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = copied(tmp_path)
+    plan = new / "checkpoints" / RESHARD_PLAN
+    plan.parent.mkdir()
+    plan.write_bytes(ReshardPlan(3, 5, 1).to_json())
+    assert relocate(new) == 1
+    said = capsys.readouterr().err
+    assert "reshard` was interrupted" in said
+    assert "at the old place, then copy it again" in said
+    assert named(new) == {f"{tmp_path}/old/output"}
+
+
+def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = copied(tmp_path)
+    for rank in RANKS[:2]:
+        edit(new / "checkpoints" / rank / "run.json", reshards=1)
+    assert relocate(new) == 1
+    said = capsys.readouterr()
+    assert "shares.json is missing" in said.out + said.err
+    assert named(new) == {f"{tmp_path}/old/output"}

@@ -15,6 +15,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["", "00000", "00000/run.json"])
 def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path: Path, name: str) -> None:
     removed = tmp_path / "checkpoints" / name

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
@@ -108,18 +107,3 @@ def test_where_nothing_is_there_is_no_report(tmp_path: Path, capsys: Captured, m
     assert main(["report", str(tmp_path)]) == 2
     assert "contains no checkpoint" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [layout.HISTORY, layout.COMMITS, layout.RUN])
-def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(
-    name: str, checkpoints: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    path = layout.rank_folder(checkpoints, 0) / name
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    assert main(["report", str(checkpoints), "-o", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").exists()
-    for command in ("status", "verify", "repair"):
-        assert main([command, str(checkpoints)]) == 1
-        said = capsys.readouterr()
-        assert f"{path} is not a file." in said.out + said.err

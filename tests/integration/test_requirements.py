@@ -20,7 +20,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, runner, writer
+from tests.jobs import documents, runner, writer
 
 JOB = """\
 executor:
@@ -79,6 +79,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("without_extras")
 @pytest.mark.parametrize(
     ("replacements", "says"),
@@ -89,7 +90,6 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],
          f"pipeline[1] InferenceRunner: checkpoints_remote_dir: 's3://bucket/c' cannot be used: {S3}"),
-        ([("JsonlReader", "ParquetReader")], f"pipeline[0] ParquetReader: {PARQUET}"),
         ([("JsonlWriter", "ParquetWriter")], f"pipeline[1] InferenceRunner.output_writer: {PARQUET}"),
         ([(".jsonl\"", ".jsonl.zst\", compression: infer")],
          f"pipeline[1] InferenceRunner: output_writer: compression: {ZSTD}"),
@@ -127,24 +127,24 @@ def test_servers_that_cannot_start_are_refused_before_any_task(
     assert said.startswith(f"pipeline[1] InferenceRunner: {says}")
 
 
-@pytest.mark.parametrize("below", ["", "/below"])
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("setting", "replacement"),
     [
-        ("logging_dir", ("LOGS", "job.yamlBELOW")),
-        ("output_folder", ("OUTPUT", "job.yamlBELOW")),
-        ("checkpoints_local_dir", ("checkpoints_local_dir: checkpoints", "checkpoints_local_dir: job.yamlBELOW")),
+        ("logging_dir", ("LOGS", "job.yaml/below")),
+        ("output_folder", ("OUTPUT", "job.yaml/below")),
+        ("checkpoints_local_dir", ("checkpoints_local_dir: checkpoints", "checkpoints_local_dir: job.yaml/below")),
     ],
 )
 def test_a_file_in_the_place_of_a_folder_is_named_with_its_setting(
-    refused: Callable[..., str], setting: str, replacement: tuple[str, str], below: str
+    refused: Callable[..., str], setting: str, replacement: tuple[str, str]
 ) -> None:
-    said = refused((replacement[0], replacement[1].replace("BELOW", below)))
+    said = refused(replacement)
     assert f"{setting}: " in said
     assert f"cannot be a folder, because {Path.cwd()}/job.yaml is a file. Choose another folder." in said
 
 
-@pytest.mark.parametrize("key", ["sk-12345abcdef", "", "1KEY", "KEY=sk-12345abcdef"])
+@pytest.mark.parametrize("key", ["sk-12345abcdef", "KEY=sk-12345abcdef"])
 def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused: Callable[..., str], key: str) -> None:
     config = f"{{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: '{key}'}}"
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
@@ -167,11 +167,8 @@ def test_a_rank_that_python_starts_is_refused_before_it_reads(
     ("params", "says"),
     [
         ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number of tokens, 1 or more."),
-        ({"max_tokens": "100"}, ".max_tokens: '100' is not a whole number"),
-        ({"max_completion_tokens": True}, ".max_completion_tokens: True is not"),
         ({"max_tokens": 8192}, ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context"),
         ({"temperature": -0.1}, ".temperature: -0.1 is not a number from 0 to inf."),
-        ({"temperature": float("nan")}, ".temperature: nan is not a number"),
         ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
         ({"stream": True}, ".stream: answers are read as a whole; remove it."),
         ({"stop": {"a", "b"}}, ".stop: "),
@@ -199,22 +196,14 @@ def test_generation_parameters_that_work_are_accepted() -> None:
     [
         (CompletionRollout(), True, "use_chat: CompletionRollout sends plain completions; set use_chat to false."),
         (PromptRollout(), False, "use_chat: PromptRollout sends chat messages; set use_chat to true"),
-        (chat, False, "use_chat: chat sends chat messages"),
-        (ask, False, ""),
-        (CompletionRollout(), False, ""),
-        (PromptRollout(), True, ""),
     ],
 )
 def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
     tmp_path: Path, server: FakeServer, rollout: Any, use_chat: bool, says: str
 ) -> None:
-    try:
+    with pytest.raises(ConfigError, match=f"^{says}"):
         runner(tmp_path, server, rollout, config={"use_chat": use_chat})
-    except ConfigError as error:
-        assert says
-        assert str(error).startswith(says)
-    else:
-        assert not says
+    runner(tmp_path, server, rollout, config={"use_chat": not use_chat})
 
 
 def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path: Path, server: FakeServer) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import itertools
 import json
-import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,11 +19,12 @@ from datatrove.pipeline.readers import JsonlReader as CountingReader
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing.disks import EFFECTS
 from tests.jobs import ask, runner
 
 NUMBER = 20
@@ -105,7 +105,8 @@ def in_batches(data: Iterator[Document]) -> Iterator[Document]:
     yield from batch
 
 
-@pytest.mark.parametrize("step", [None, drop_odd, in_batches])
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [drop_odd, in_batches])
 def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     folder: Path, server: FakeServer, log: list[str], step: Any
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     assert any("finished documents by seeking" in line for line in log)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
 def test_what_is_done_is_passed_while_the_server_gets_ready(
     folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, reader: str
@@ -259,10 +261,10 @@ _STEPS = {
         15,
         "FirstFive",
     ),
-    "a step that hides the reader": (lambda folder: filter(Once(), documents(folder, adapter=key)), 18, "filter"),
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
     folder: Path, server: FakeServer, log: list[str], case: str
@@ -282,25 +284,16 @@ def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
     assert name is None or any(f"because {name} may keep state" in line for line in log)
 
 
-def reverse_pairs(data: Iterator[Document]) -> Iterator[Document]:
-    for first in data:
-        second = next(data, None)
-        yield from ([second, first] if second else [first])
-
-
 def twice(data: Iterator[Document]) -> Iterator[Document]:
     for document in data:
         yield document
         yield document
 
 
-@pytest.mark.parametrize("step", [reverse_pairs, twice])
-def test_documents_that_do_not_come_in_order_are_counted(
-    folder: Path, server: FakeServer, log: list[str], step: Any
-) -> None:
-    undisturbed = [document.id for document in read(folder, step=step)]
-    again = interrupted(folder, server, read(folder, step=step))
-    again.run(read(folder, step=step))
+def test_documents_that_do_not_come_in_order_are_counted(folder: Path, server: FakeServer, log: list[str]) -> None:
+    undisturbed = [document.id for document in read(folder, step=twice)]
+    again = interrupted(folder, server, read(folder, step=twice))
+    again.run(read(folder, step=twice))
     assert ids(folder) == undisturbed
     assert any("reorders documents, or makes several of one" in line for line in log)
 
@@ -320,56 +313,49 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Pat
         runner(folder, server, records_per_chunk=4, seek=True, config=few).run(read(folder, step=last_first_again))
 
 
-@pytest.mark.parametrize("change", ["removed", "replaced", "reordered", "sorts first", "grown", "new at the end"])
-def test_an_input_that_changed_is_refused_or_continued(folder: Path, server: FakeServer, change: str) -> None:
+NEW_ROW = json.dumps({"id": "new", "text": "new"}) + "\n"
+
+
+def change_a_text(files: Path) -> None:
+    (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda files: (files / "0.jsonl").unlink(),
+        change_a_text,
+        lambda files: (files / "0.jsonl").rename(files / "9.jsonl"),
+        lambda files: (files / "!.jsonl").write_text(NEW_ROW),
+    ],
+    ids=["removed", "replaced", "reordered", "sorts first"],
+)
+def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, change: Any) -> None:
     again = interrupted(folder, server, read(folder))
-    files = folder / "input"
-    new = json.dumps({"id": "new", "text": "new"}) + "\n"
-    if change == "removed":
-        (files / "0.jsonl").unlink()
-    elif change == "replaced":
-        (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
-    elif change == "reordered":
-        (files / "0.jsonl").rename(files / "9.jsonl")
-    elif change == "sorts first":
-        (files / "!.jsonl").write_text(new)
-    elif change == "grown":
-        (files / "2.jsonl").write_text((files / "2.jsonl").read_text() + new)
-    else:
-        (files / "3.jsonl").write_text(new)
-    if change in ("grown", "new at the end"):
+    change(folder / "input")
+    before = ids(folder)
+    with pytest.raises(CheckpointMismatch, match=r"\.jsonl"):
         again.run(read(folder))
-        assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
-        assert set(server.asked.values()) == {1}
-    else:
-        before = ids(folder)
-        with pytest.raises(CheckpointMismatch, match=r"\.jsonl"):
-            again.run(read(folder))
-        assert ids(folder) == before
+    assert ids(folder) == before
 
 
+@pytest.mark.parametrize("file", ["2.jsonl", "3.jsonl"])
+def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeServer, file: str) -> None:
+    again = interrupted(folder, server, read(folder))
+    with (folder / "input" / file).open("a") as grown:
+        grown.write(NEW_ROW)
+    again.run(read(folder))
+    assert ids(folder) == [*(f"id {index}" for index in range(NUMBER)), "new"]
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("counted", [("rename",), EFFECTS], ids=["some", "all"])
 @pytest.mark.usefixtures("code_described_once", "names_follow_lives")
-def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder: Path, server: FakeServer) -> None:
+def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
+    folder: Path, server: FakeServer, counted: tuple[str, ...]
+) -> None:
     def attempt(folder: Path) -> None:
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
-    assert_same_output_after_crash(attempt, folder, recoveries=False)
-
-
-def test_wherever_it_stops_it_goes_on_there(ram: Path, server: FakeServer) -> None:
-    """Many short attempts, each ended at another document, resumed by seeking and by counting in turn."""
-    chance = random.Random(5)
-    job = ram / "job"
-    (job / "input").mkdir(parents=True)
-    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(200)]
-    (job / "input" / "0.jsonl").write_text("\n".join(rows))
-    rollout = StopsAt("")
-    step = runner(job, server, rollout, records_per_chunk=7, config={"max_concurrent_generations": 3})
-    for bad in sorted(chance.sample(range(200), 12)):
-        rollout.state["bad"] = f"id {bad}"
-        with pytest.raises(CkptError, match="as asked"):
-            step.run(read(job, chance.choice([JsonlReader, CountingReader])))
-    rollout.state["bad"] = ""
-    step.run(read(job))
-    assert ids(job) == [f"id {index}" for index in range(200)]
-    assert max(server.asked.values()) <= 3, "only requests in flight at the end of an attempt are sent again"
+    assert_same_output_after_crash(attempt, folder, recoveries=False, counted=counted)

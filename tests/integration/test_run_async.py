@@ -163,39 +163,6 @@ def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
 
-def test_requests_that_the_end_of_the_loop_cancels_count_as_given_up(tmp_path: Path, log: list[str]) -> None:
-    """As a second Ctrl-C in ``asyncio.run``: the first one cancels the main task, which drains."""
-
-    async def main() -> None:
-        with FakeServer(hold_after=0) as server:
-            running = asyncio.create_task(runner(tmp_path, server, drain_seconds=3600).run_async(documents(3)))
-            while len(server.payloads) < 3:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            while not any("a second cancellation ends the wait at once" in line for line in log):
-                await asyncio.sleep(0.01)
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    asyncio.run(main())
-    assert any("3 requests in flight were given up" in line for line in log)
-
-
-def test_cancelled_before_it_starts_it_asks_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        with FakeServer() as server:
-            running = asyncio.create_task(runner(tmp_path, server).run_async(documents(2)))
-            await asyncio.sleep(0)  # its thread starts now
-            running.cancel()
-            await asyncio.wait([running])
-            assert running.cancelled()
-            assert server.payloads == []
-
-    play(main())
-
-
 def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: Path) -> None:
     """As in a notebook's cell. A coroutine that nobody awaits would be a warning, and so an error here."""
 

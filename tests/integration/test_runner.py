@@ -64,9 +64,7 @@ async def until_journaled(folder: Path, number: int) -> None:
         await asyncio.sleep(0.001)
 
 
-# memory ------------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> None:
     """Thousands are in flight, and a server may take minutes for each."""
     number, size = 20, 100_000
@@ -91,6 +89,7 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
     assert number * size < taken[0] < 1.5 * number * size
 
 
+@pytest.mark.slow
 def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
     code = (
         "import pyarrow\n"
@@ -117,7 +116,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
 # chunks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "chunks"), [(0, []), (1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2])])
+@pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
 def test_one_file_per_chunk_holds_the_documents_in_input_order(
     tmp_path: Path, server: FakeServer, number: int, chunks: list[int]
 ) -> None:
@@ -181,21 +180,17 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: P
     assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
 
 
-def as_dict() -> dict[str, str]:
-    return {"word": "from a callable"}
-
-
 @contextmanager
 def as_manager() -> Iterator[dict[str, str]]:
     yield {"word": "from a manager"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("context", "word"),
     [
         ({"word": "from a dict"}, "from a dict"),
-        (as_dict, "from a callable"),
-        (as_manager(), "from a manager"),
+        (lambda: {"word": "from a callable"}, "from a callable"),
         (as_manager, "from a manager"),
         (None, "default"),
     ],
@@ -394,6 +389,7 @@ def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Pat
     assert ids(tmp_path) == ["id 0", "id 1", "id 2"]
 
 
+@pytest.mark.slow
 def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
     class Marked(str):
         """A str that can be asked whether it is still there."""
@@ -457,6 +453,7 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     return await generate({"messages": [{"role": "user", "content": PROMPT.format(document.text)}]})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -520,18 +517,10 @@ def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.Mon
     assert [repr(url) for url in make_server(config, 0).urls] == ["http://host:1", "http://host:1/v2", "http://h/v1"]
 
 
-@pytest.mark.parametrize("value", ["host:8000", "ftp://host", "http://ho st", "", "http://me:hush/x@host", "//host"])
-def test_a_variable_that_is_no_url_is_refused_and_not_shown(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_URL", value)
-    with pytest.raises(ConfigError, match=r"endpoint_url: \$\{MY_URL\} is not a URL") as refused:
-        make_server(InferenceConfig("endpoint", "fake", endpoint_url="${MY_URL}"), 0)
-    assert not value or value not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("url", "cause"),
     [
-        *((url, "endpoint_url: ") for url in ("${MY_URL", "$MY_URL", "host/v1", "", "http://h/v1 x", "http://h\n/v1")),
+        *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
         ("${MY_URL}/?code=hush", "in its query"),
         ("${MY_URL}me:hush@host", "use api_key_env"),
         ("http://me:hush@127.0.0.1:1/v1", "use api_key_env"),
@@ -578,6 +567,7 @@ def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeSer
     assert len(ids(tmp_path)) == 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("change", ["another text", "shorter", "another metadata"])
 def test_an_input_that_changed_under_finished_documents_is_refused(
     tmp_path: Path, server: FakeServer, change: str

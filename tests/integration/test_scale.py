@@ -13,7 +13,7 @@ from datatrove_ckpt.maintenance.verify import verify
 from tests.bench.scale import measure, sizes
 from tests.bench.scale_folders import Plan, make
 
-pytestmark = pytest.mark.timeout(600)  # processes that start one after the other, beside those of other tests
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("scale")]
 PLAN = Plan(ranks=4, documents=4 * 40, records_per_chunk=5, in_journal=2)
 
 
@@ -24,7 +24,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("scale")
 def test_the_ranks_are_in_the_middle_of_their_run_and_nothing_is_wrong_with_them(job: Path) -> None:
     report = verify(job / "checkpoints")
     assert report.problems == []
@@ -36,7 +35,6 @@ def test_the_ranks_are_in_the_middle_of_their_run_and_nothing_is_wrong_with_them
     assert (found["RANK/commits.jsonl"], found["output/RANK_chunk_N.jsonl"]) == (4, 16)
 
 
-@pytest.mark.xdist_group("scale")
 def test_tools_are_measured_and_a_rank_resumes_where_it_was(job: Path) -> None:
     before = {path: path.read_bytes() for path in job.glob("checkpoints/0000[12]/*")}
     tools = ["verify", "one rank resumes, to its first request"]
@@ -47,7 +45,6 @@ def test_tools_are_measured_and_a_rank_resumes_where_it_was(job: Path) -> None:
     assert {path: path.read_bytes() for path in job.glob("checkpoints/0000[12]/*")} == before
 
 
-@pytest.mark.xdist_group("scale")
 def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
     scandir, listdir = os.scandir, os.listdir

@@ -54,9 +54,10 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 RUNNER = """
-import asyncio, sys
+import asyncio, os, sys, tempfile
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers.server import InferenceServer
+tempfile.tempdir = os.getcwd()  # a runner that is killed leaves its log
 async def main():
     kwargs = {"server_script": "script.py", "family": True}
     config = InferenceConfig("custom", "m", model_kwargs=kwargs, server_stop_timeout_sec=1200.0)
@@ -71,7 +72,6 @@ asyncio.run(main())
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for runners that are killed: they leave their log
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
 
 
@@ -154,6 +154,7 @@ def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
 
 
 @linux_only
+@pytest.mark.matrix
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool) -> None:
     custom(SERVER)
@@ -163,24 +164,6 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
         assert runner.stdout.readline() == b"ready\n"
         with all_gone_within(family(), 10):
             runner.kill()
-
-
-@linux_only
-def test_a_fork_of_the_runner_that_holds_the_pipe_does_not_keep_the_server_alive() -> None:
-    custom(SERVER)
-    # Not Python's own fork, in which we close the pipe.
-    held_open = RUNNER.replace("import asyncio, sys", "import asyncio, ctypes, os, sys, time").replace(
-        'print("ready", flush=True)',
-        "print(pid, flush=True) if (pid := ctypes.PyDLL(None).fork()) else (time.sleep(600), os._exit(0))",
-    )
-    with subprocess.Popen([sys.executable, "-c", held_open], stdout=subprocess.PIPE) as runner:
-        assert runner.stdout
-        fork = int(runner.stdout.readline())
-        try:
-            with all_gone_within(family(), 10):
-                runner.kill()
-        finally:
-            os.kill(fork, signal.SIGKILL)
 
 
 @linux_only
@@ -199,6 +182,7 @@ def test_a_killed_guardian_leaves_no_server() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_pidfds", [True, False])
 def test_a_server_passes_from_one_event_loop_to_the_next(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
@@ -242,6 +226,7 @@ def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed() -> No
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @linux_only
 def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
     async def play() -> None:
@@ -271,21 +256,6 @@ def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log() -> None:
     asyncio.run(play())
 
 
-def test_a_server_that_is_stopped_is_not_reported_as_dead() -> None:
-    async def play() -> None:
-        running = make_server(dummy(), 0)
-        await running.start()
-        watch = asyncio.create_task(running.watch())
-        await asyncio.sleep(0)
-        await running.stop()
-        done, _ = await asyncio.wait([watch], timeout=0.1)
-        assert not done
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-
-    asyncio.run(play())
-
-
 def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
     config = custom("import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2)
     began = time.monotonic()
@@ -305,22 +275,6 @@ def test_a_failed_start_is_tried_again() -> None:
     asyncio.run(play())
 
 
-@linux_only
-def test_after_a_stop_that_was_cancelled_the_next_one_waits_for_the_end() -> None:
-    async def play() -> None:
-        flags = {"family": True, "stubborn": True}
-        running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.5), 0)
-        await running.start()
-        stopping = asyncio.create_task(running.stop())
-        await asyncio.sleep(0)
-        stopping.cancel()
-        await asyncio.gather(stopping, return_exceptions=True)
-        with all_gone_within(family(), 0.1):
-            await running.stop()
-
-    asyncio.run(play())
-
-
 def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     script = "open('runs', 'a').write('x')\nimport no_such_module"
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
@@ -328,6 +282,7 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
     assert Path("runs").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
     argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
     for _ in range(5):
@@ -354,6 +309,7 @@ def test_a_cancelled_start_leaves_nothing() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1], server.free_port()])
@@ -402,6 +358,7 @@ def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_one_endpoint_of_two_is_enough() -> None:
     async def play() -> None:
         async with make_server(dummy(), 0) as backend:
@@ -455,7 +412,7 @@ def test_the_guardian_imports_nothing_of_ours() -> None:
 # An engine with a hidden grandchild (see SERVER), which writes its family's ids into its own file.
 ENGINE = SERVER.replace('Path("pids")', 'Path(f"family-{os.getpid()}")')
 JOB = """
-import asyncio, base64, functools, json, os, pathlib, secrets, signal, sys, types
+import asyncio, base64, functools, json, os, pathlib, secrets, signal, tempfile, types
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
@@ -463,6 +420,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 import datatrove_ckpt.inference.client.plain as plain
 import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
+tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()  # where leaks are looked for
 def canary():  # not a value: values that a rollout uses are part of a run's identity
     return base64.b64decode(job["canary"]).decode()
 server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: canary())
@@ -488,7 +446,7 @@ if __name__ == "__main__":
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
     )
-    LocalPipelineExecutor([read, runner], tasks=job["tasks"], workers=job["tasks"], logging_dir="logging").run()
+    LocalPipelineExecutor([read, runner], job["tasks"], job["tasks"], "logging", start_method="fork").run()
 """
 CANARY = "canary-4-privacy-tests"
 
@@ -509,7 +467,7 @@ class WholeJob:
                 [sys.executable, "main.py"],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "TMPDIR": str(Path.cwd()), **environment},
+                env={**os.environ, **environment},
                 start_new_session=True,
             )
         with job:
@@ -535,44 +493,32 @@ TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); s
 
 
 @linux_only
-@pytest.mark.parametrize("case", ["answer", pytest.param("raise", marks=pytest.mark.slow), "break"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["break", "answer", "raise", "no start"])
 def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: str) -> None:
-    code = WholeJob(case, DUMMY).run()
+    Path("script.py").write_text(TELLTALE)
+    custom = {"server_type": "custom", "model_kwargs": {"server_script": "script.py"}}
+    code = WholeJob(case, {**DUMMY, **(custom if case == "no start" else {})}).run()
     output = Path("stdout").read_text()
     assert (code == 0) == (case == "answer"), output
     assert Path("logging/executor.json").exists(), output
-    if case == "raise":
-        assert "an error of the user's" in Path("logging/logs/task_00000.log").read_text()
+    if case in ("raise", "no start"):
+        said = "an error of the user's" if case == "raise" else "no luck"
+        assert said in Path("logging/logs/task_00000.log").read_text()
     assert leaks() == []
 
 
 @linux_only
-def test_the_key_is_in_no_traceback_of_a_server_that_does_not_start() -> None:
-    Path("script.py").write_text(TELLTALE)
-    settings = {**DUMMY, "server_type": "custom", "model_kwargs": {"server_script": "script.py"}}
-    assert WholeJob("answer", settings).run() != 0
-    assert "no luck" in Path("stdout").read_text()
-    assert leaks() == []
-
-
-@linux_only
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("given", "case"),
-    [
-        *(pytest.param("api_key", case, marks=pytest.mark.slow) for case in ("answer", "raise", "refused")),
-        ("api_key", "break"),
-        ("api_key_env", "break"),
-    ],
+    [("api_key", "break"), ("api_key_env", "break"), ("api_key", "answer"), ("api_key", "refused")],
 )
 def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
     with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:
-        settings = {
-            "server_type": "endpoint",
-            "model_name_or_path": "m",
-            "endpoint_url": endpoint.url,
-            **({"api_key_env": "MY_KEY"} if given == "api_key_env" else {}),
-        }
-        code = WholeJob(case, settings, with_key=given == "api_key").run(MY_KEY=CANARY)
+        settings = {"server_type": "endpoint", "model_name_or_path": "m", "endpoint_url": endpoint.url}
+        named = {"api_key_env": "MY_KEY"} if given == "api_key_env" else {}
+        code = WholeJob(case, {**settings, **named}, with_key=given == "api_key").run(MY_KEY=CANARY)
     assert (code == 0) == (case == "answer"), Path("stdout").read_text()
     assert leaks() == []
 
@@ -603,21 +549,12 @@ def families(job: subprocess.Popen[bytes]) -> dict[int, list[int]]:
 
 
 @linux_only
-def test_a_killed_pool_worker_leaves_no_process_of_its_server() -> None:
+@pytest.mark.slow
+def test_neither_a_killed_worker_nor_ctrl_c_of_the_job_leaves_a_process_of_a_server() -> None:
     with two_workers_that_hang().running() as job:
-        workers = families(job)
-        (victim, family), (other, spared) = workers.items()
+        (victim, family), (_, spared) = families(job).items()
         with all_gone_within(family, 10):
             os.kill(victim, signal.SIGKILL)
         assert all(is_alive(pid) for pid in spared)
         with all_gone_within(spared, 10):
-            os.kill(other, signal.SIGKILL)
-
-
-@linux_only
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_a_signal_to_a_whole_job_leaves_no_process_of_its_servers(number: signal.Signals) -> None:
-    with two_workers_that_hang().running() as job:
-        everybody = [pid for family in families(job).values() for pid in family]
-        with all_gone_within(everybody, 10):
-            os.killpg(job.pid, number)
+            os.killpg(job.pid, signal.SIGINT)

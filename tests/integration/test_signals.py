@@ -1,4 +1,4 @@
-"""Signals to real processes: the command, its pool's workers, a task of datatrove's Slurm executor."""
+"""Signals to real processes: the command, its workers, a task of datatrove's Slurm executor."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Job:
     """``datatrove-ckpt run``, as often as it takes."""
 
     def __init__(
-        self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None, start_method: str = "forkserver"
+        self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None, start_method: str = "fork"
     ) -> None:
         self.folder = folder
         self.tasks = tasks
@@ -168,16 +168,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 
 
 @pytest.mark.xdist_group("undisturbed")  # which takes as long as a test
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("number", "tasks", "workers", "group"),
+    ("number", "tasks", "workers", "group", "start_method"),
     [
-        pytest.param(signal.SIGINT, 1, 1, True, marks=pytest.mark.real_process),
-        pytest.param(signal.SIGINT, 2, 2, True, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 1, 1, True, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 2, 2, True, marks=pytest.mark.slow),
-        (signal.SIGTERM, 2, 3, True),  # one has nothing to do
-        (signal.SIGTERM, 2, 2, False),
-        pytest.param(signal.SIGHUP, 2, 2, True, marks=pytest.mark.slow),
+        (signal.SIGTERM, 2, 3, True, "fork"),  # one has nothing to do
+        pytest.param(signal.SIGINT, 1, 1, True, "forkserver", marks=pytest.mark.real_process),
+        (signal.SIGINT, 2, 2, True, "spawn"),
+        (signal.SIGTERM, 2, 2, False, "forkserver"),
+        (signal.SIGHUP, 2, 2, True, "forkserver"),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )
@@ -188,9 +187,10 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
     tasks: int,
     workers: int,
     group: bool,
+    start_method: str,
 ) -> None:
     with FakeServer(answer, hold_after=8 * tasks) as server:
-        job = Job(tmp_path / "job", server, tasks, workers)
+        job = Job(tmp_path / "job", server, tasks, workers, start_method)
         process = job.start()
         until_asked(server, 12 * tasks)
         (os.killpg if group else os.kill)(process.popen.pid, number)
@@ -203,44 +203,6 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         assert job.completed == tasks
         assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
-
-
-@pytest.mark.parametrize(
-    ("number", "start_method"),
-    [
-        (signal.SIGHUP, "fork"),
-        pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, "spawn", marks=pytest.mark.slow),
-    ],
-    ids=lambda value: str(getattr(value, "name", value)),
-)
-def test_however_workers_are_started_they_drain_and_leave_nobody(
-    tmp_path: Path, number: signal.Signals, start_method: str
-) -> None:
-    with FakeServer(answer, hold_after=0) as server:
-        job = Job(tmp_path, server, 2, 3, start_method)
-        process = job.start()
-        until_asked(server, 8)
-        os.killpg(process.popen.pid, number)
-        job.until_drains()
-        server.release()
-        process.ends_interrupted(number)
-
-
-def test_the_death_of_the_fork_server_is_not_taken_for_that_of_its_workers(tmp_path: Path) -> None:
-    with FakeServer(answer, hold_after=0) as server:
-        job = Job(tmp_path, server, 3, 2)
-        process = job.start()
-        until_asked(server, 8)
-        forked = [p for p in process._others() if b"forkserver" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
-        (fork_server,) = {p.parent for p in forked} & {p.pid for p in forked}
-        os.kill(fork_server, signal.SIGKILL)
-        server.release()
-        assert process.end() == 0, process.log  # a new one is started for the third task
-        assert process.left == []
-        assert set(server.asked.values()) == {1}
-    assert job.completed == 3
 
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
@@ -262,6 +224,7 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("undisturbed")
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda value: value.name)
 def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, bytes]], number: signal.Signals
@@ -359,6 +322,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["SIGUSR1", "the end of the job's time limit"])
 def test_datatroves_slurm_task_is_requeued_after_its_drain(tmp_path: Path, slurm: dict[str, str], cause: str) -> None:
     with FakeServer(answer, hold_after=2) as server:

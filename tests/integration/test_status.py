@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.ptys import Terminal
-from tests.rank_folders import HERE, failed, minute, minutes, start, stopped, work, write_rank
+from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 
 Said = Callable[..., tuple[int, str]]
 MIN = 60.0
@@ -99,31 +97,6 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
 
 
-def test_requests_of_which_the_history_does_not_know_yet_are_not_0(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, 0, [start(time.time())], chunks=2, per_chunk=5)
-    found = json.loads(said(tmp_path, "--json")[1])
-    validate(found)
-    assert (found["totals"]["work"]["is_at_least"], found["ranks"][0]["work"]["is_at_least"]) == (True, True)
-    done = found["totals"]["committed"]["requests"]
-    assert f"{done} of documents that are done; not known how many were sent" in said(tmp_path)[1]
-    # Of answers from the cache of an attempt that was killed, nothing tells: only what a line says was sent is known.
-    line = replace(minute(time.time(), 0), total=work(0, sent=7))
-    write_rank(tmp_path / "killed", 0, [start(time.time(), host=HERE), line], chunks=2, per_chunk=5)
-    assert "20 of documents that are done; at least 7 sent, 0 answered" in said(tmp_path / "killed")[1]
-
-
-def test_what_is_older_than_the_rest_says_so_and_what_was_lost_is_not_known(tmp_path: Path, said: Said) -> None:
-    now = time.time()
-    write_rank(tmp_path, 0, [start(now - 90), *minutes(now - 90, 1, 60, 3600)], chunks=9, tasks=2)
-    write_rank(tmp_path, 1, [start(now - 900), minute(now - 900, 0, in_flight=0)], tasks=2)
-    text = said(tmp_path)[1]
-    assert re.search(r" of the input as of 3\d s ago, about ", text)
-    assert re.search(r"4 in flight, 2 waiting as of 3\d s ago\n", text)
-    assert "  wasted     not known what was in flight when attempts ended without a word\n" in text
-    found = json.loads(said(tmp_path, "--json")[1])
-    assert found["totals"]["as_of"] == found["ranks"][0]["as_of"] == found["ranks"][0]["attempt"]["last_seen_at"]
-
-
 def dealt_anew(root: Path, begun: int) -> None:
     """Eight tasks became three. Of each, 27 of 100 rows were done; the three have 222 now, 50 of them done."""
     parts = {rank: [Part(f"{rank}")] for rank in range(8)}
@@ -149,7 +122,6 @@ def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_pat
         (lambda root: (root / layout.SHARES).write_bytes(b"{}"), "shares.json cannot be read"),
         (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so nobody knows"),
         (lambda root: shutil.rmtree(root / "00007"), "00007 is missing: it holds the commits of task 7"),
-        (lambda root: (root / "00001" / layout.RUN).write_bytes(b"{}"), "run.json does not hold a run"),
     ],
 )
 def test_a_run_that_would_be_refused_is_not_said_to_go_on(
@@ -175,15 +147,6 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     assert said(tmp_path)[1].splitlines()[-1].startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
     write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
     assert "is full" not in said(tmp_path / "ended")[1]
-
-
-def test_the_schema_refuses_what_is_missing_or_too_much(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, chunks=1)
-    found = json.loads(said(tmp_path, "--json")[1])
-    validate(found)
-    for change in ({"ranks": [{}]}, {"version": 2}, {"more": 1}):
-        with pytest.raises(jsonschema.ValidationError):
-            validate(found | change)
 
 
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
@@ -229,6 +192,7 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     assert "\x1b" not in said(tmp_path, "--all")[1]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     for rank in range(60):
         write_rank(tmp_path, rank)
@@ -243,6 +207,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     then = time.time() - 30 * MIN
     write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
@@ -320,6 +285,7 @@ def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path
         assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     now = time.time() + AHEAD
     folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)

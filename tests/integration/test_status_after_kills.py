@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +11,7 @@ import pytest
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
-
-REPOSITORY = Path(__file__).parents[2]
-RUN = """
-import sys
-from pathlib import Path
-from tests.jobs import documents, writer
-from tests.mirrors import ask_twice
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-
-folder, url, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
-step = InferenceRunner(
-    ask_twice, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints"), records_per_chunk=7
-)
-step.run(documents(number))
-"""
-
-
-class Rank:
-    """One rank, in processes of their own."""
-
-    def __init__(self, folder: Path, documents: int) -> None:
-        self.log = folder / "log"
-        self._folder, self._documents = folder, documents
-        self._left = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def delay(self, payload: dict[str, Any], times: int) -> float:
-        """For the server: kills the process before the answer that might finish it, however busy the machine is."""
-        self._left -= 1
-        if self._left <= 0 and self._process is not None:
-            self._process.kill()
-            self._process = None
-        return 0.001
-
-    def run(self, server: FakeServer, kill_after: int | None = None) -> int:
-        """The exit code of one attempt. ``kill_after``: a number of requests."""
-        argv = [sys.executable, "-c", RUN, str(self._folder), server.url, str(self._documents)]
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=log, stderr=log)
-        if kill_after is not None:
-            self._left, self._process = kill_after, process
-        return process.wait()
+from tests.mirrors import Killed
 
 
 def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -66,20 +21,21 @@ def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kills", [2, 20])
 def test_status_tells_the_truth_after_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
     chance = random.Random(kills)
-    number = 12 * kills
-    rank = Rank(tmp_path, number)
-    with FakeServer(delay=rank.delay) as server:
+    killed = Killed(tmp_path, str(tmp_path / "remote"), 0.001, kills)
+    number = killed.documents
+    with FakeServer(delay=killed.delay) as server:
         for attempt in range(1, kills + 1):
-            assert rank.run(server, chance.randrange(3, 20)) == -signal.SIGKILL
+            assert killed._run_once(server, chance.randrange(3, 20))
             found = read(tmp_path, capsys)
             (state,) = found["ranks"]
             assert (state["attempts"], state["state"], state["trouble"]) == (attempt, "lost", "lost")
             assert state["attempts_without_a_word"] == list(range(1, attempt + 1))
             assert (state["documents"], state["exact"]) == (finished(tmp_path), True)
-        assert rank.run(server) == 0, rank.log.read_text()[-3000:]
+        assert not killed._run_once(server, None)
         asked = server.asked
     found = read(tmp_path, capsys)
     totals = found["totals"]

@@ -97,18 +97,6 @@ def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
     assert len(outputs(tmp_path / "output")) == 3
 
 
-def test_a_file_of_a_chunk_that_is_made_again_is_no_stranger(tmp_path: Path, server: FakeServer) -> None:
-    """The journal was moved away, as the message about a damaged one says: the chunk's file is there already."""
-    runner(tmp_path, server).run(documents(4))
-    before = outputs(tmp_path / "output")
-    log = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-    log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
-    (tmp_path / "checkpoints" / "last_chunk" / "00000.txt").unlink()
-    (tmp_path / "checkpoints" / "00000" / "shard.json").unlink()
-    runner(tmp_path, server).run(documents(4))
-    assert outputs(tmp_path / "output") == before
-
-
 def test_jobs_with_other_templates_in_one_folder_do_not_disturb_each_other(tmp_path: Path, server: FakeServer) -> None:
     for name in ("a", "b"):
         with pytest.raises(Exception, match="as asked"):

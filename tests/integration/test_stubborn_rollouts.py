@@ -15,12 +15,14 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of, written
 from tests.jobs import ask, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
+pytestmark = pytest.mark.slow
 STUBBORN = {
     "swallows its cancellation": "await asyncio.sleep(3600)",
     "asks again and again": "await generate({'messages': [{'role': 'user', 'content': str(next(numbers))}]})",
@@ -52,6 +54,7 @@ async def ask(document, generate):
 def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Process:
     (folder / "my_rollouts.py").write_text(rollouts)
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
+    text = text.replace("workers: 1", "workers: 1\n    start_method: fork")
     text += f"          records_per_chunk: 10\n          drain_seconds: {drain}\n"
     write_job(folder, text, [f"text {number}" for number in range(4)])
     return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], folder)
@@ -59,15 +62,7 @@ def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Proces
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [
-        ("sleeps", signal.SIGINT),
-        *(
-            pytest.param(kind, number, marks=pytest.mark.slow)
-            for kind in STUBBORN
-            for number in (signal.SIGTERM, signal.SIGINT)
-            if (kind, number) != ("sleeps", signal.SIGINT)
-        ),
-    ],
+    [("sleeps", signal.SIGINT), *((kind, signal.SIGTERM) for kind in STUBBORN)],
 )
 def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     tmp_path: Path, server: FakeServer, kind: str, number: signal.Signals
@@ -75,7 +70,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     process = job(tmp_path, server, ROLLOUTS.replace("STUBBORN", STUBBORN[kind]), 3600.0)
     process.until("stuck")
     process.popen.send_signal(number)
-    time.sleep(3)  # a signal that comes within a second of the first one counts as the same event
+    time.sleep(preemption.SAME_EVENT + 0.5)  # an earlier one counts as the same event
     process.popen.send_signal(number)
     started = time.monotonic()
     assert process.end() in (128 + number, -number)
@@ -114,6 +109,8 @@ FORKS = {
     "return True": 0,
     "await asyncio.sleep(3600)": 1,  # a fork has no running event loop
 }
+
+
 FORKING = """
 import asyncio, os, sys, time
 
@@ -135,10 +132,7 @@ async def ask(document, generate):
 """
 
 
-@pytest.mark.parametrize(
-    "fork",
-    ["sys.exit(3)", *(pytest.param(fork, marks=pytest.mark.slow) for fork in FORKS if fork != "sys.exit(3)")],
-)
+@pytest.mark.parametrize("fork", FORKS)
 def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
     tmp_path: Path, server: FakeServer, fork: str
 ) -> None:
@@ -149,7 +143,6 @@ def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
     assert process.log.count("4 of 4 documents written") == 1
 
 
-@pytest.mark.slow
 def test_a_fork_whose_task_ends_it_takes_no_answer_of_its_rank(tmp_path: Path) -> None:
     """The error passes through the fork's copy of the event loop, and the other answers arrive before it does."""
     rollouts = FORKING.replace("FORK", "time.sleep(2); sys.exit(3)").replace("WHERE", "asyncio.create_task")

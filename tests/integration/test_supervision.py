@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers import admission, multi_node, server, supervisor
+from datatrove_ckpt.inference.servers import server, supervisor
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -344,6 +344,7 @@ def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     asyncio.run(run())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["sick once", "stop listening once"])  # the latter keeps its old connections open
 def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
     async def script(run: Run) -> None:
@@ -353,6 +354,7 @@ def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
     play(script)
 
 
+@pytest.mark.slow
 def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
     async def script(run: Run) -> None:
         running = run.ask("wait")
@@ -368,6 +370,7 @@ def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_hea
     play(script)
 
 
+@pytest.mark.slow
 def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
 
@@ -381,6 +384,7 @@ def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeyp
     play(script, request_timeout=1.0)
 
 
+@pytest.mark.slow
 def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
     async def script(run: Run) -> None:
         poison = run.ask("die at the fuse")
@@ -416,6 +420,7 @@ def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None
     play(script, server_max_restarts=2)
 
 
+@pytest.mark.slow
 def test_restarts_of_long_ago_do_not_count() -> None:
     async def script(run: Run) -> None:
         for number in range(3):
@@ -446,6 +451,7 @@ def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeyp
     play(script, replicas=2)
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
     async def script(run: Run) -> None:
         for pid in engines():
@@ -471,29 +477,6 @@ def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None
     asyncio.run(start())
     if Path("engines").exists():
         assert not any(is_alive(pid) for pid in engines())
-
-
-# the engine's own queue ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("idle_vllm")
-def test_under_auto_the_metrics_of_the_engine_decide_how_many_requests_are_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.01)
-
-    async def run() -> None:
-        engine = MuteVllm()
-        async with vllm_here(engine.routes(), monkeypatch, max_concurrent_generations="auto") as started:
-            target = started.servers.supervisors[0].target
-            tasks = [started.ask(f"{number}") for number in range(admission.FIRST_LIMIT + 1)]
-            while target.in_flight <= admission.FIRST_LIMIT:
-                engine.tokens += 1
-                await asyncio.sleep(0.01)
-            engine.answers.set()
-            await asyncio.gather(*tasks)
-
-    asyncio.run(run())
 
 
 # several nodes ---------------------------------------------------------------------------------------------------
@@ -533,10 +516,11 @@ asyncio.run(main())
 """
 
 NODE = """
-import json, pathlib, sys
+import json, pathlib, tempfile
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+tempfile.tempdir = "."
 async def rollout(document, generate):
     result = await generate({"messages": [{"role": "user", "content": document.text}]})
     if document.text == "fail":
@@ -581,7 +565,6 @@ class TwoNodes:
         Path("job.json").write_text(json.dumps({"port": master_port(), "texts": texts}))
         monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
         monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
-        monkeypatch.setenv("TMPDIR", ".")
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
         monkeypatch.setenv(KEY, KEY_OF_TEST)
 
@@ -627,6 +610,7 @@ class TwoNodes:
         return Path(f"node-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
@@ -634,6 +618,7 @@ def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch: pytest.M
         assert task.codes() == [-signal.SIGKILL, 0]
 
 
+@pytest.mark.slow
 def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -662,6 +647,7 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
     assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
 
 
+@pytest.mark.slow
 def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
@@ -691,6 +677,7 @@ asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """
 
 
+@pytest.mark.slow
 def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         settings = InferenceConfig("vllm", "m", master_port=master_port())
@@ -719,51 +706,6 @@ def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: py
                 pass
 
     asyncio.run(run())
-
-
-async def connected(port: int, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(said)
-    return reader, writer
-
-
-def number_of_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_silent_connections_are_few_and_end_and_a_worker_gets_in_among_them(
-    monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        port = settings.master_port + 1
-        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))) as head:
-            before = number_of_open_files()
-            silent = [await connected(port, b"0" * (number % 2)) for number in range(200)]
-            await until(lambda: len(head._guests) == 32)
-            held = number_of_open_files() - before - len(silent)
-            assert held <= 40, "the head node keeps silent connections"
-            worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)), stderr=asyncio.subprocess.DEVNULL
-            )
-            await until(lambda: len(head._writers) == 1)
-            monkeypatch.setattr(multi_node, "_PROOF_TIMEOUT", 0.05)
-            late, late_writer = await connected(port)
-            assert len(await late.read()) == 33  # its challenge, and then the end
-            await until(lambda: len(head._handlers) <= 33)
-            worker.kill()
-            await worker.wait()
-            with pytest.raises(ServerDied, match="is lost"):
-                await head.watch()
-            for writer in (late_writer, *(writer for _, writer in silent)):
-                writer.close()
-                with suppress(OSError):
-                    await writer.wait_closed()
-
-    monkeypatch.setenv(KEY, KEY_OF_TEST)
-    asyncio.run(run())
-    refused = [line for line in log if "Refused a connection from 127.0.0.1" in line]
-    assert 3 < len(refused) < 12
 
 
 @pytest.mark.parametrize("rank", [0, 1])

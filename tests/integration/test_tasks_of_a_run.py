@@ -42,6 +42,7 @@ def nodes(tmp_path: Path, server: FakeServer) -> Nodes:
     return Nodes(tmp_path, server)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kept", [True, False], ids=["job.json", "of an earlier release"])
 def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_another_node(
     nodes: Nodes, kept: bool

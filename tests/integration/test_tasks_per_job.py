@@ -106,6 +106,7 @@ def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attemp
     assert len(list((array / "output").glob("*.jsonl"))) == TASKS
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("preempted", [True, False])
 def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(
     array: Path, server: FakeServer, preempted: bool
@@ -129,6 +130,7 @@ def reraised() -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("knows_its_end", [True, False])
 def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeues(
     tmp_path: Path,
@@ -174,7 +176,6 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
         (0, 0, 50, 550),  # the first rank
         (0, 549, 50, 550),  # a later one has no time of its own, however short
         (560, 560, 50, 580),  # the first rank of a process that started late: half of what it has
-        (560, 575, 50, 580),
     ],
 )
 def test_half_of_a_short_time_is_for_the_process_and_not_for_each_rank(

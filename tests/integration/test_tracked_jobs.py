@@ -181,6 +181,7 @@ def test_a_library_that_hangs_is_given_up_and_ends_with_the_run(
         os.kill(hanging["pid"], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "said"),
     [("fail", "ConnectionError: no network, and the key is ***. The run goes on"), ("crash", "ended with code 7")],
@@ -206,6 +207,7 @@ def pid(one: Tracking) -> int | None:
     return None if one._process is None else one._process.pid
 
 
+@pytest.mark.slow
 def test_one_process_of_a_job_sends_and_another_one_follows(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,17 +236,6 @@ def test_a_process_that_was_killed_is_replaced(
     assert "its process has ended with code -9" in log[0]
 
 
-def test_a_process_is_not_kept_when_no_rank_comes(tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_KEEP_SECONDS", 0.05)
-    one = Tracking(job(tmp_path))
-    one.join()
-    one.leave(lambda: 0.0)
-    waited_for(lambda: pid(one) is None)
-    one.join()
-    assert pid(one)
-    one.close()
-
-
 WORKER = """
 import sys, threading
 from tests.integration.test_tracked_jobs import Tracking, job, pid
@@ -256,6 +247,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_worker_that_was_killed(tmp_path: Path, calls: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     environment = {**os.environ, "STAND_IN_DOES": "hang", "PYTHONPATH": f"{calls.parent}{os.pathsep}{ROOT}"}

@@ -61,13 +61,6 @@ def test_the_slower_job_overwrites_nothing_however_often_it_is_started(
     assert not list(tmp_path.rglob(OTHERS_FILES))
 
 
-def test_equal_files_are_no_conflict(tmp_path: Path) -> None:
-    with FakeServer(answer=lambda path, text: "b") as one, both(tmp_path, one) as other:
-        job(tmp_path, other, "b").run(documents(5))
-        job(tmp_path, one, "a").run(documents(5))
-    assert len(outputs(tmp_path / "output")) == 3
-
-
 def killed(output: ChunkOutput, chunk_index: int, documents: Any) -> Any:
     raise StorageFailed("as asked")
 

@@ -71,6 +71,7 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     assert said("verify", mirrored.remote, "--full")[0] == 0
 
 
+@pytest.mark.slow
 def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> None:
     job, asked = Job(tmp_path), itertools.count(1)
 
@@ -93,6 +94,7 @@ def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> Non
         }
 
 
+@pytest.mark.slow
 def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
     tmp_path: Path, server: FakeServer, said: Said
 ) -> None:

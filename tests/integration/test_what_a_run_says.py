@@ -68,6 +68,7 @@ if __name__ == "__main__":
 LINE = 10  # of "answer.txt"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "workers"), [("ours", 1), ("ours", 2), ("datatrove", 1)])
 def test_a_script_shows_our_error_first_and_then_little_more(
     tmp_path: Path, server: FakeServer, kind: str, workers: int

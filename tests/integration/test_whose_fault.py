@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -57,10 +56,10 @@ async def gives_up(document: Document, generate: Any) -> Any:
         return None
 
 
-@pytest.mark.parametrize("rollout", [ask, gives_up, swallows_and_tries_again])
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("rollout", "status"), [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)])
 def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
-    tmp_path: Path, status: int, rollout: Any
+    tmp_path: Path, rollout: Any, status: int
 ) -> None:
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
     with FakeServer(status=lambda payload, times: status) as server:
@@ -93,7 +92,7 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]
     assert written(tmp_path) == all_of(8)
 
 
-@pytest.mark.parametrize("status", [402, 405, 421, 451])
+@pytest.mark.parametrize("status", [402, 451])
 def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Path, status: int) -> None:
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
     refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
@@ -102,6 +101,7 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Pat
     assert letters(tmp_path) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rollout", [ask, gives_up])
 def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
     tmp_path: Path, rollout: Any
@@ -133,27 +133,11 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
         timer.join()
 
 
-# answers of earlier attempts -----------------------------------------------------------------------------------------
-
-
-def test_a_402_that_an_older_version_kept_like_an_answer_is_asked_again(tmp_path: Path) -> None:
-    with FakeServer(status=lambda payload, times: 400) as server, pytest.raises(DocumentFailed):
-        runner(tmp_path, server).run(documents(1))
-    with sqlite3.connect(tmp_path / "checkpoints" / "00000" / "replay.sqlite3") as cache:
-        cache.execute("UPDATE request_cache SET error_message = '402 pay'")
-    cache.close()
-    with FakeServer() as server:
-        runner(tmp_path, server).run(documents(1))
-    assert written(tmp_path) == ["id 0"]
-
-
 TOO_LONG = [
     "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",  # vLLM
     "The decoder prompt (length 1900) is longer than the maximum model length of 1024.",  # vLLM
-    "The input (1900 tokens) is longer than the model's context length (1024 tokens).",  # SGLang
-    "Requested token count exceeds the model's maximum context length of 1024 tokens.",  # SGLang
-    "the request exceeds the available context size. try increasing the context size",  # llama.cpp
     '{"type":"exceed_context_size_error","n_prompt_tokens":1900,"n_ctx":1024}',  # llama.cpp
+    "the request exceeds the available context size. try increasing the context size",  # llama.cpp
 ]
 
 
@@ -182,12 +166,10 @@ class Odd(BaseException):
 
 EXITS = {
     "SystemExit": SystemExit(0),
-    "SystemExit without a code": SystemExit(),
     "KeyboardInterrupt": KeyboardInterrupt(),
     "GeneratorExit": GeneratorExit(),
     "CancelledError": asyncio.CancelledError(),
     "StopIteration": StopIteration(),
-    "StopAsyncIteration": StopAsyncIteration(),
     "BaseException": Odd("odd"),
 }
 
@@ -202,8 +184,8 @@ def exits(name: str) -> Any:
     return leave
 
 
-@pytest.mark.parametrize("rollouts", [1, 2])
-@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "rollouts"), [*((name, 1) for name in EXITS), ("CancelledError", 2)])
 def test_a_rollout_that_exits_fails_its_document(tmp_path: Path, server: FakeServer, name: str, rollouts: int) -> None:
     config = {"rollouts_per_document": rollouts}
     with pytest.raises(DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: ") as failed:
@@ -234,6 +216,7 @@ def exiting_manager() -> Iterator[dict[str, Any]]:
     yield {}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", ["task", "context", "manager", "reader", "generator"])
 def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path: Path, server: FakeServer, place: str) -> None:
     def reader(data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
+from datatrove_ckpt.generation import syntax
+
+pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
 PACKAGE = Path(datatrove_ckpt.__file__).parent
 
@@ -57,7 +60,7 @@ def modules() -> dict[str, Module]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-        tree = ast.parse(path.read_text())
+        tree = syntax.parse(path.read_text())
         found[name] = Module(imports(tree), ast.get_docstring(tree))
     return found
 

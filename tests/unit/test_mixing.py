@@ -72,7 +72,9 @@ def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
 
 
 @pytest.mark.parametrize("at_end", ENDS)
-@pytest.mark.parametrize("counts", [(20, 5, 2), (9, 9, 9), (1, 30), (0, 7)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(7, 3, 2), *(pytest.param(one, marks=pytest.mark.slow) for one in ((9, 9, 9), (1, 30), (0, 7)))], ids=str
+)
 def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end: str, counts: tuple[int, ...]) -> None:
     class ThroughJson(Mix):
         def load_state_dict(self, state_dict: Any) -> None:
@@ -91,7 +93,7 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end: str, count
 
 @pytest.mark.parametrize("at_end", ENDS)
 def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
-    rows = [[[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 12), (2, 5))]
+    rows = [[[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 6), (2, 4))]
 
     def packed_mix() -> Any:
         return Pack(Mix([Rows(these, shuffles=True) for these in rows], [3, 1], at_end=at_end), 5, pad=0)
@@ -102,12 +104,6 @@ def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
     for make in (packed_mix, mixed_packs):
         stops = range(1, len(list(make())) + 2)
         assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
-
-
-def test_a_state_of_two_small_sources_is_small() -> None:
-    one = mix()
-    list(itertools.islice(one, 3))
-    assert len(json.dumps(one.state_dict())) < 700
 
 
 def test_a_source_that_has_ended_is_not_asked_for_its_state() -> None:
@@ -157,22 +153,11 @@ def test_states_of_other_weights_or_seeds_are_refused() -> None:
         mix("drop").load_state_dict(state)
 
 
-def test_a_copy_at_another_epoch_leaves_the_original_alone() -> None:
-    whole = mix("drop")
-    other = mix("drop")
-    other.set_epoch(2)
-    copied = whole.at_epoch(2)
-    assert list(copied) == list(other)
-    whole.set_epoch(0)
-    assert list(whole) == list(mix("drop"))
-
-
-@pytest.mark.parametrize("at_end", ENDS)
-def test_a_source_without_samples_is_a_warning_once(at_end: Any, log: list[str]) -> None:
-    mixed = mix(at_end, (20, 5, 0))
+def test_a_source_without_samples_is_a_warning_once(log: list[str]) -> None:
+    mixed = mix("drop", (20, 5, 0))
     for epoch in range(2):
         mixed.set_epoch(epoch)
         list(mixed)
-    list(mix(at_end, (20, 5)))
+    list(mix("drop", (20, 5)))
     (said,) = [line for line in log if line.startswith("WARNING")]
     assert "Source 2 of Mix (Rows) gave no sample" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.upload import RemoteFolder
-from datatrove_ckpt.output.writer_check import check_rank_in_template, check_writer
+from datatrove_ckpt.output.writer_check import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.remote_errors import is_permanent
@@ -93,13 +92,6 @@ def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteFolde
     assert files.store["/output/a"].getvalue() == b"content"
     assert len([line for line in log if "Trying again" in line]) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Trying again, for 300 s at most." in log[0]
-
-
-def test_a_bug_is_not_retried(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
-    files.before = failing(TypeError("a bug"))
-    with pytest.raises(OutputFailed, match="TypeError: a bug"):
-        folder.upload(local, "a")
-    assert log == []
 
 
 @pytest.mark.parametrize(
@@ -189,15 +181,12 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
         (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
         (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),  # it was completed, and the answer got lost
         (by_s3(OSError, "SlowDown", 503), False),
-        (by_s3(OSError, "NotImplemented", 501), True),
         (by_s3(TimeoutError, "RequestTimeout", 400), False),
+        (OSError("broken pipe"), False),
         (Answered(status=403), True),
-        (Answered(status=502), False),
         (Answered(code=401), True),  # gcsfs'
-        (Answered(code="403"), False),
         (Answered(response=Answered(status_code=401)), True),
         (Answered(response=Answered(status_code=412)), False),  # the Hub's: another commit came first
-        (OSError("broken pipe"), False),
     ],
 )
 def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
@@ -331,21 +320,6 @@ def test_options_that_are_no_secrets_are_fine() -> None:
     check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
         check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")
-
-
-@pytest.mark.parametrize(
-    ("template", "example"),
-    [
-        ("${rank}.parquet", "${rank}_chunk_${chunk_index}.parquet"),
-        ("a.b/${rank}.tar.x", "${rank}_chunk_${chunk_index}.tar.x"),
-        ("v1.2/${rank}", "${rank}_chunk_${chunk_index}"),
-    ],
-)
-def test_the_example_has_the_ending_of_the_template(template: str, example: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"Example: '{example}'.")):
-        check_writer(JsonlWriter("output", template, None), checkpoints=True)
-    with pytest.raises(ConfigError, match=re.escape(f"Example: '{example}'.")):
-        check_rank_in_template(JsonlWriter("output", template.replace("rank", "chunk_index"), None), 2)
 
 
 NAMES = ["00003_0.jsonl", "001_00003_0.jsonl", "00004_0.jsonl", "00003/0.jsonl", "p-00003-0.jsonl"]

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+import pytest
+
 import datatrove_ckpt
+from datatrove_ckpt.generation import syntax
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +37,7 @@ def imported() -> set[str]:
     """The top-level packages that the package imports, anywhere in it."""
     found: set[str] = set()
     for path in Path(datatrove_ckpt.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -42,29 +45,20 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"datatrove_ckpt"}
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
-    distributions = packages_distributions()
-    missing = {
-        name
-        for name in imported() - _OF_OTHERS - _FOR_TYPE_CHECKERS
-        if not declared() & {normalized(found) for found in distributions.get(name, _FROM.get(name, [name]))}
-    }
-    assert missing == set()
-
-
-def test_a_plain_dependency_is_imported_and_an_extra_is_not_needed_to_import_the_package() -> None:
+@pytest.mark.slow
+def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported() -> None:
+    distributions, found = packages_distributions(), imported()
+    by_name = {name: {normalized(one) for one in distributions.get(name, _FROM.get(name, [name]))} for name in found}
+    assert {name for name in found - _OF_OTHERS - _FOR_TYPE_CHECKERS if not declared() & by_name[name]} == set()
     plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}  # type: ignore[index]
-    distributions = packages_distributions()
-    used = {normalized(found) for name in imported() for found in distributions.get(name, [name])}
-    assert plain <= used
+    assert plain <= set().union(*by_name.values())
 
 
 def test_the_version_is_the_installed_one() -> None:
-    code = "from importlib.metadata import version; print(version('datatrove-ckpt'))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.strip() == datatrove_ckpt.__version__
+    assert version("datatrove-ckpt") == datatrove_ckpt.__version__
 
 
+@pytest.mark.slow
 def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "from datatrove_ckpt import InferenceConfig\nreveal_type(InferenceConfig('dummy'))\n"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.people.commands import Ended
-from tests.people.inputs import DROPPED, LEAVES, REJECTED, Expected, InputFile, Row, expected
-from tests.people.oracle import Failure, check_end, check_success
+from tests.people.inputs import DROPPED, REJECTED, Expected, InputFile, Row, expected
+from tests.people.oracle import Failure, check_success
 
 ROWS = (
     Row("one", "first text"),
@@ -74,11 +72,6 @@ def test_a_true_output_passes(job: Job) -> None:
     job.check()
 
 
-def falsified_rows(job: Job) -> None:
-    rows = (*ROWS, Row("six", LEAVES))
-    job.expected = expected({"a.jsonl": InputFile("a.jsonl", rows)}, "model-a", "Say: {text}")
-
-
 def healthy_document_dead(job: Job) -> None:
     job.write(FILES[1], [])
     with (job.checkpoints / LETTERS).open("a") as file:
@@ -89,18 +82,12 @@ def healthy_document_dead(job: Job) -> None:
     ("falsify", "kind"),
     [
         (lambda job: job.write(FILES[0], job.lines(FILES[0])[:1]), "missing"),
-        (lambda job: job.write(FILES[0], job.lines(FILES[0]) * 2), "twice"),
         (lambda job: job.add(job.lines(FILES[0])[0]), "twice"),
         (lambda job: job.add(job.line("one").replace('"one"', '"other"')), "stranger"),
-        (lambda job: job.add(job.line("three")), "stranger"),  # which was to be dropped
         (lambda job: job.replace(job.answer("two"), job.answer("one")), "wrong answer"),
-        (lambda job: job.replace("first text", "first  text"), "wrong text"),
-        (lambda job: job.add('{"id": "o'), "unreadable output"),
         (lambda job: (job.checkpoints / LETTERS).unlink(), "missing"),
         (healthy_document_dead, "blamed"),
         (lambda job: job.write("00002_chunk_00000.jsonl", []), "closing line"),
-        (lambda job: setattr(job, "expected", replace(job.expected, unread_lines=2)), "unread lines"),
-        (falsified_rows, "missing"),
     ],
 )
 def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], None], kind: str) -> None:
@@ -110,42 +97,11 @@ def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], None], kind
     assert caught.value.kind == kind
 
 
-@pytest.mark.parametrize(
-    "number",
-    ["3 of 5", "of 5 ", "2 files", "1 dropped", "1 dead", "5 requests", "13 prompt", "8 completion"],
-)
-def test_a_falsified_number_of_the_closing_line_fails(job: Job, number: str) -> None:
-    digits = next(word for word in number.split() if word.isdigit())
-    assert job.terminal.count(number) == 1
-    job.terminal = job.terminal.replace(number, number.replace(digits, "7", 1))
-    with pytest.raises(Failure, match=r"closing line"):
-        job.check()
-
-
-def test_a_run_without_a_closing_line_fails(job: Job) -> None:
-    job.terminal = "done\n"
-    with pytest.raises(Failure, match="closing line: there is none"):
-        job.check()
-
-
-def test_another_model_or_a_compressed_input_that_lacks_its_end_fails(job: Job) -> None:
-    inputs = {"a.jsonl": InputFile("a.jsonl", ROWS)}
-    job.expected = expected(inputs, "model-b", "Say: {text}")
-    with pytest.raises(Failure, match="wrong answer"):
-        job.check()
-    job.expected = expected({"a.jsonl": replace(inputs["a.jsonl"], form="cut zst")}, "model-a", "Say: {text}")
-    with pytest.raises(Failure, match="impossible"):
-        job.check()
-
-
-@pytest.mark.parametrize(
-    ("ended", "kind"),
-    [
-        (Ended([], None, "", 60.0), "hang"),
-        (Ended([], 1, "Traceback (most recent call last):\n  ...\nOSError\n", 1.0), "traceback"),
-    ],
-)
-def test_a_hang_or_a_traceback_fails_whatever_the_exit_code(ended: Ended, kind: str) -> None:
-    with pytest.raises(Failure) as caught:
-        check_end(ended)
-    assert caught.value.kind == kind
+def test_a_falsified_number_of_the_closing_line_fails(job: Job) -> None:
+    said = job.terminal
+    for number in ("3 of 5", "of 5 ", "2 files", "1 dropped", "1 dead", "5 requests", "13 prompt", "8 completion"):
+        digits = next(word for word in number.split() if word.isdigit())
+        assert said.count(number) == 1
+        job.terminal = said.replace(number, number.replace(digits, "7", 1))
+        with pytest.raises(Failure, match=r"closing line"):
+            job.check()

@@ -12,7 +12,7 @@ from datatrove_ckpt.readers import permutations
 from datatrove_ckpt.readers.permutations import hash_numbers, permutation
 
 
-@pytest.mark.parametrize("salt", [0, 1, 2**32 - 1, 2**32, 2**63 + 12345, 2**64 - 1])
+@pytest.mark.parametrize("salt", [0, 2**32 - 1, 2**63 + 12345])
 def test_all_numbers_are_hashed_at_once_as_xxhash_does_it(salt: int) -> None:
     chance = random.Random(salt)
     numbers = [0, 1, 255, 256, 2**32 - 1, 2**32, 2**63, 2**64 - 1, *(chance.getrandbits(64) for _ in range(100))]
@@ -20,7 +20,7 @@ def test_all_numbers_are_hashed_at_once_as_xxhash_does_it(salt: int) -> None:
     assert hash_numbers(np.array(numbers, dtype=np.uint64), salt).tolist() == expected
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 10, 1000])
+@pytest.mark.parametrize("count", [0, 1, 1000])
 def test_the_order_is_that_of_release_0_1_0(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permutations, "_AT_ONCE", 64)
     salt = xxh3_64_intdigest(b"7/a.parquet/3")
@@ -28,7 +28,7 @@ def test_the_order_is_that_of_release_0_1_0(count: int, monkeypatch: pytest.Monk
     assert permutation(count, 7, "a.parquet", 3).tolist() == expected
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 10), (990, None), (999, 1000), (1000, None), (400, 5000), (0, 0)])
+@pytest.mark.parametrize(("first", "last"), [(0, 10), (990, None), (400, 5000), (0, 0)])
 def test_a_part_of_an_order_is_that_of_the_whole(first: int, last: int | None) -> None:
     whole = permutation(1000, 7, "a.parquet", 3).tolist()
     assert permutation(1000, 7, "a.parquet", 3, first=first, last=last).tolist() == whole[first:last]

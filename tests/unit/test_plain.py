@@ -267,6 +267,7 @@ def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
         asyncio.run(run(port))
 
 
+@pytest.mark.slow
 def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None:
     with silent_address() as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))

@@ -131,17 +131,6 @@ def test_what_happened_is_put_on_one_axis(found: Content) -> None:
     assert [one.value for one in found.causes] == [4, 2]
 
 
-def test_a_finished_run_has_its_time_and_average(tmp_path: Path) -> None:
-    state = run([rank(tmp_path, number, state="finished") for number in range(2)], tasks=2)
-    content = gather(state, Prices(), {})
-    values = {figure.key: figure.value for figure in content.figures}
-    assert content.state == "finished"
-    assert (values["totals.average.documents"], values["totals.working_seconds"]) == (3.5, 700.0)
-    assert content.ranks[0].share == 1.0
-    assert content.ranks[0].expected_chunks is None
-    assert content.costs == []
-
-
 def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()

@@ -22,10 +22,10 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance.report import timeline
 from datatrove_ckpt.maintenance.report.content import Content, Interruption
-from datatrove_ckpt.maintenance.report.gather import chunk_runs, expected_chunks, histograms
+from datatrove_ckpt.maintenance.report.gather import chunk_runs, histograms
 from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
 from datatrove_ckpt.maintenance.report.page import page
-from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in, money
+from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in
 from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
@@ -102,18 +102,6 @@ def test_a_rank_ran_while_its_attempts_wrote_lines_and_until_now_if_it_runs() ->
     assert timeline.rank_times(history, found, until=T + 700).ran.sum() == pytest.approx(240 + 300)
 
 
-def test_work_of_an_earlier_release_is_there_from_the_start_and_makes_no_peak() -> None:
-    old = log_of([start(1, 300), line(1, 300, 1000), line(1, 600, 1150)])
-    histories = [killed_once(550), old]
-    found = axis(*histories)
-    times = [timeline.rank_times(each, found) for each in histories]
-    assert times[1].documents.sum() == pytest.approx(150)
-    sums = timeline.summed(found, times)
-    assert (sums.documents.values[0] or 0) >= 1000
-    assert sums.documents.values[-1] == 1150 + 205
-    assert max(rate or 0 for rate in sums.document_rate.values) == pytest.approx(1.0)
-
-
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
     first, second = killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)])
     found = axis(first, second)
@@ -127,15 +115,6 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
     assert rates(250, 390) == {None}
     assert rates(10, 200) == {0.5}
     assert rates(440, 540) == {1.0}
-
-
-def test_errors_are_summed_by_kind_and_rare_kinds_become_one() -> None:
-    kinds = {f"HTTP {500 + number}": 10 - number for number in range(9)}
-    history = log_of([line(1, 0, 0), line(1, 60, 30, errors=kinds)])
-    found = axis(history)
-    sums = timeline.summed(found, [timeline.rank_times(history, found)])
-    assert [one.name for one in sums.errors] == [f"HTTP {500 + number}" for number in range(6)] + ["3 other kinds"]
-    assert sum(value or 0 for value in sums.errors[0].values) == pytest.approx(10, abs=0.5)
 
 
 def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
@@ -250,12 +229,6 @@ def test_a_damaged_or_missing_log_leaves_the_rest(tmp_path: Path) -> None:
     assert chunk_runs(tmp_path) == [(0, 1, "done")]
 
 
-def test_expected_chunks_follow_from_what_is_done() -> None:
-    assert expected_chunks(500, 0.25, 100) == 20
-    assert expected_chunks(501, 0.25, 100) == 21
-    assert [expected_chunks(0, 0.25, 100), expected_chunks(5, None, 100), expected_chunks(5, 0.5, 0)] == [None] * 3
-
-
 # prices --------------------------------------------------------------------------------------------------------------
 
 
@@ -285,19 +258,6 @@ def test_gpus_are_those_of_the_yaml_file() -> None:
     assert hours.value == pytest.approx(8)
 
 
-def test_amounts_are_written_as_amounts() -> None:
-    assert [money(amount) for amount in (0, 0.00213, 0.5, 308.5, 12345.6)] == [
-        "0.00",
-        "0.0021",
-        "0.50",
-        "308.50",
-        "12,346",
-    ]
-
-
-# reading -------------------------------------------------------------------------------------------------------------
-
-
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:
     records: list[Record] = [start(1, 0)]
     for number in range(1, 4):
@@ -321,6 +281,9 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
     assert log.last == parse_log(data).last
 
 
+# reading -------------------------------------------------------------------------------------------------------------
+
+
 def test_torn_and_damaged_lines_cost_themselves_only() -> None:
     data = b"".join(record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)])
     lines = data.splitlines(keepends=True)
@@ -329,10 +292,3 @@ def test_torn_and_damaged_lines_cost_themselves_only() -> None:
     damaged = parse_log(lines[0] + lines[1][:-9] + b"x" * 8 + b"\n" + b"\x00\n" + b"".join(lines[2:]))
     assert damaged.damaged == 2
     assert [minute.documents for minute in damaged.attempts[0].minutes] == [30, 60]
-
-
-@pytest.mark.parametrize(
-    "body", [b'{"k":"progress"}', b'{"k":"progress","at":-1,"n":1,"s":[0,0],"d":[],"all":[]}', b"[]"]
-)
-def test_a_sealed_line_that_holds_something_else_is_left_out(body: bytes) -> None:
-    assert parse_log(seal(body) + start(1, 0).to_line()).attempts[0].minutes == []

@@ -123,10 +123,8 @@ class Turning(Loader):
     ("before", "after", "types"),
     [
         (lambda: np.arange(3), lambda: np.arange(3, dtype=np.int32), ("int64", "int32")),
-        (lambda: np.arange(2000), lambda: np.arange(2000, dtype=np.uint16), ("int64", "uint16")),
         (lambda: np.arange(3), lambda: [0, 1, 2], ("int64", "list[int]")),
         (lambda: np.float32(1), lambda: 1.0, ("float32", "float")),
-        (lambda: (1, 2), lambda: [1, 2], ("tuple[int]", "list[int]")),
         (lambda: {"a": [np.arange(1), "x"]}, lambda: {"a": [np.int8([0]), "x"]}, ("[int64, str]}", "[int8, str]}")),
     ],
 )
@@ -140,11 +138,6 @@ def test_the_same_values_in_other_types_are_named(before: Any, after: Any, types
     assert f", has 'n': {'dict' * (has[0] == '[')}" in line
     assert f"{has}, and without a stop 'n': " in line
     assert line.endswith(had)
-
-
-def test_plain_values_of_another_type_are_other_values() -> None:
-    with pytest.raises(AssertionError, match=r"seen too often in epoch 0: 7 samples: \{'text': '0/3', 'n': 1.0\}"):
-        assert_resume_is_exact(lambda: Turning(lambda: 1, lambda: 1.0), stops=[1])
 
 
 def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused() -> None:

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.readers.blocks import BlockInput
 from datatrove_ckpt.readers.line_blocks import LineBlocks
@@ -85,15 +85,7 @@ def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(fold
     assert counted == ["2.jsonl", "0.jsonl"]
 
 
-def test_the_reader_s_compression_is_another_input(folder: Path, counted: list[str]) -> None:
-    rows(folder)
-    BlockInput(JsonlReader(folder.as_posix(), compression=None))
-    assert len(counted) == 6
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"files": []}', b'{"files": {"0.jsonl": {"key": 1}, "1.jsonl": 2}}']
-)
+@pytest.mark.parametrize("content", [b"{", b'{"files": {"0.jsonl": {"key": 1}, "1.jsonl": 2}}'])
 def test_what_cannot_be_read_is_counted_again(folder: Path, cache: Path, counted: list[str], content: bytes) -> None:
     rows(folder)
     [kept] = cache.glob("*.json")
@@ -130,16 +122,6 @@ def test_without_a_place_for_counts_each_start_counts(
     assert len(counted) == 9
     assert [line for line in log if line.startswith("WARNING")] == warned
     assert len(warned) == 2
-
-
-def test_what_was_counted_before_an_error_is_kept(folder: Path, counted: list[str]) -> None:
-    (folder / "3.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(InputError, match=r"3\.jsonl\.gz"):
-        rows(folder)
-    (folder / "3.jsonl.gz").unlink()
-    counted.clear()
-    assert rows(folder) == 6
-    assert counted == []
 
 
 def test_one_process_counts_and_the_others_wait_for_it(folder: Path, cache: Path, counted: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress, bar, percent
+from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress, bar
 
 
 class Clock:
@@ -123,10 +123,6 @@ def test_the_bar_is_as_long_as_the_share(clock: Clock) -> None:
     assert shown == f"50.0 % |{'█' * 20}{' ' * 20}| 60 docs, 1.0 doc/s, 2.0 req/s, 10 tok/s, 60 s left"
 
 
-def test_only_what_is_complete_is_100_percent() -> None:
-    assert [percent(share) for share in (0.0, 0.42345, 0.99999, 1.0)] == ["0.0 %", "42.3 %", "99.9 %", "100 %"]
-
-
 def test_a_line_has_everything(clock: Clock) -> None:
     progress = RunProgress(ranks=3, complete=1, documents=100, clock=clock)
     progress.update(0, rank(0, 0))
@@ -159,16 +155,6 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
     progress.update(0, rank(10, 10))
     assert progress.rates.documents == 2.0
     assert progress.seconds_left == pytest.approx(45)
-
-
-def test_ranks_in_other_units_are_taken_for_equal(clock: Clock) -> None:
-    progress = RunProgress(ranks=2, clock=clock)
-    progress.update(0, rank(5, 50, finished=0))
-    progress.update(1, RankProgress(1, 1, done=1, total=10, unit="rows"))
-    assert progress.share == pytest.approx(0.3)
-    clock.now += 10
-    progress.update(0, RankProgress(1, 5, 5, 10, 50, done=600, total=1000, unit="bytes"))
-    assert progress.seconds_left == pytest.approx((1 - 0.35) / (0.1 / 10 / 2))
 
 
 @pytest.mark.parametrize("lasts", [0.5, 2.0])

@@ -18,7 +18,6 @@ COLUMNS = {
     "int": pa.array([1, 2, 3, 4], pa.int32()),
     "with null": pa.array([1, None, 3, 4]),
     "float": pa.array([1.5, 2.5, float("inf"), 0.0]),
-    "half": pa.array([1.5, 2.5, 3.5, 4.5], pa.float16()),
     "bool": pa.array([True, False, True, True]),
     "text": pa.array(["a", "é", None, ""]),
     "large text": pa.array(["a", "é", "x" * 100, ""], pa.large_string()),
@@ -29,7 +28,6 @@ COLUMNS = {
     "texts": pa.array([["a"], [], None, ["b", "c"]]),
     "nothing": pa.nulls(4),
     "view": pa.array(["a", "b" * 20, None, ""], pa.string_view()),
-    "binary view": pa.array([b"a", b"b" * 20, None, b""], pa.binary_view()),
     "list of views": pa.array([["a"], [], None, ["b" * 20, None]], pa.list_(pa.string_view())),
     "view in a struct": pa.array([{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])),
     "run ends": pc.run_end_encode(pa.array([1, 1, 2, 2])),
@@ -53,10 +51,10 @@ def sliced(array: Any) -> list[pa.Table]:
     return [pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_values_are_those_of_pyarrow(name: str) -> None:
-    for table in sliced(COLUMNS[name]):
-        assert table_rows(table) == table.to_pylist()
+def test_values_are_those_of_pyarrow() -> None:
+    for name, column in COLUMNS.items():
+        for table in sliced(column):
+            assert table_rows(table) == table.to_pylist(), name
 
 
 @pytest.mark.parametrize("together", [0, 10**9])
@@ -70,23 +68,6 @@ def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monk
         for row in rows:
             row += 1
         assert table["a"].to_pylist() == LISTS[name].to_pylist()
-
-
-def test_lists_that_have_none_in_them_or_are_none() -> None:
-    [inside] = table_rows(pa.table({"a": [[1, None]]}))
-    assert inside == {"a": [1, None]}
-    first, second = table_rows(pa.table({"a": pa.array([None, [1, 2]], pa.list_(pa.int16()))}))
-    assert first == {"a": None}
-    assert second["a"].tolist() == [1, 2]
-    assert second["a"].dtype == np.int16
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_row_has_all_columns_in_their_order(count: int) -> None:
-    table = pa.table({name: COLUMNS[name] for name in list(COLUMNS)[:count]})
-    assert table_rows(table) == table.to_pylist()
-    assert [list(row) for row in table_rows(table)] == [table.column_names] * 4
-    assert table_rows(table.slice(0, 0)) == []
 
 
 def test_many_rows_as_arrays() -> None:
@@ -125,16 +106,10 @@ BIG = 2**53
     [
         ([1, -(2**63), 2**63 - 1], np.int64),
         ([1.5, 2.0], np.float64),
-        ([1, 2.5], np.float64),
         ([2.5, BIG, -BIG], np.float64),
-        ([2**63 + 1, 5], None),
         ([2**63 + 1, 2**64 - 1], None),
-        ([5, 2**64], None),
-        ([-(2**63) - 1], None),
         ([2**60 + 1, 1.5], None),
-        ([1.5, -BIG - 1], None),
         ([1, True], None),
-        ([1.5, False], None),
         ([1, None], None),
     ],
     ids=str,
@@ -149,22 +124,3 @@ def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[
             assert made.dtype == dtype
             assert made.tolist() == values
             made += 0
-
-
-def test_truth_values_of_a_batch_are_an_array() -> None:
-    made = row_arrays([{"a": True}, {"a": False}])["a"]
-    assert (made.dtype, made.tolist()) == (np.bool_, [True, False])
-    assert row_arrays([{"a": True}, {"a": 2}])["a"] == [True, 2]
-
-
-@pytest.mark.parametrize("big", [BIG + 1, -BIG - 1, -(2**63)])
-def test_rows_of_other_types_are_stacked_only_if_that_changes_no_number(big: int) -> None:
-    whole, fractions = json_row({"a": [1, big]}), json_row({"a": [1.5, 2.5]})
-    for rows in ([whole, fractions], [fractions, whole]):
-        made = row_arrays(rows)["a"]
-        assert isinstance(made, list)
-        assert [row.tolist() for row in made] == [row["a"].tolist() for row in rows]
-    small = row_arrays([json_row({"a": [1, BIG]}), fractions])["a"]
-    assert (small.dtype, small.tolist()) == (np.float64, [[1.0, BIG], [1.5, 2.5]])
-    kept = row_arrays([{"a": np.array([1], np.uint64)}, {"a": np.array([-1])}])["a"]
-    assert [row.dtype for row in kept] == [np.uint64, np.int64]

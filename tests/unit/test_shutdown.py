@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import Preempted
-from datatrove_ckpt.generation.document_tasks import DocumentTasks
-from datatrove_ckpt.generation.drain import Drain
-from datatrove_ckpt.generation.stop import stop_when_requested
-from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.process.shutdown import Shutdown, StopState
 
 
@@ -105,81 +99,3 @@ def test_a_thread_that_ends_is_seen_at_once() -> None:
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threading.Timer(0.02, ended.put, [True]).start()
     assert Shutdown().join(ended, None, 0.0)
-
-
-class Rank:
-    """Notes what its stop does, in which order. Its one request is answered only if its drain has time."""
-
-    def __init__(self, drain_seconds: float) -> None:
-        self.steps: list[str] = []
-        self.answer = asyncio.Event()
-        if drain_seconds:
-            asyncio.get_running_loop().call_later(0.05, self.answer.set)
-        self.shutdown = Shutdown(drain_seconds)
-        self.checkpoint = self
-        self.publishing = 0
-        self.on_change: Callable[[], None] = lambda: None
-        self.client: asyncio.Future[CompletionClient] = asyncio.get_running_loop().create_future()
-        config = InferenceConfig("endpoint", "m", endpoint_url="http://localhost")
-        self.router_of = CompletionClient(config, [], None, shutdown=self.shutdown)
-        self.router = self.router_of.router
-        self.target = self.router_of.add()
-        self.target.up = True
-        self.drain = Drain()
-        self.documents = DocumentTasks()
-
-    def hurry(self) -> None:
-        self.steps.append("hurried")
-
-    async def next_change(self) -> None:
-        raise AssertionError
-
-    def close(self, completed: bool = False) -> None:
-        self.steps.append(f"closed, {threading.current_thread() is not threading.main_thread()}")
-
-    async def serve(self) -> None:
-        self.client.set_result(self.router_of)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.steps.append("servers killed" if self.shutdown.kills_servers else "servers stopped")
-
-    async def document(self) -> None:
-        self.drain.document_started()
-        try:
-            self.drain.request_started()
-            target = await self.router.acquire(Request())
-            await self.answer.wait()
-            self.steps.append("answered")
-            self.router.release(target)
-            self.drain.request_finished()
-            await asyncio.Event().wait()
-        finally:
-            self.steps.append(f"document cut off, {self.shutdown.state.name}")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "before"),
-    [
-        (600.0, ["hurried", "answered", "document cut off, ABORTED", "servers stopped"]),
-        (0.0, ["hurried", "document cut off, ABORTED", "servers killed"]),
-    ],
-    ids=["in time", "late"],
-)
-async def test_a_stop_goes_in_order(seconds: float, before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.generation.drain._GRACE_SECONDS", 0.0)
-
-    rank = Rank(seconds)
-    serving = asyncio.create_task(rank.serve())
-    rank.documents.start(0, rank.document())
-    stopping = asyncio.create_task(stop_when_requested(rank, serving))
-    while not rank.router.in_flight:
-        await asyncio.sleep(0)
-    rank.shutdown.request("SIGTERM")
-    waiting = asyncio.create_task(rank.router.acquire(Request()))
-    with pytest.raises(Preempted):
-        await stopping
-    assert not waiting.done(), "the router sends nothing"
-    waiting.cancel()
-    assert sorted(rank.steps[:-1]) == sorted(before)
-    assert rank.steps[-1] == "closed, True"

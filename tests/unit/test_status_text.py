@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.cli.status import cut, frame
-from datatrove_ckpt.cli.status_text import Style, describe, figure, percent, short, table
+from datatrove_ckpt.cli.status_text import Style, describe, figure, percent, short
 from datatrove_ckpt.maintenance.read_state import add_up
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 PLAIN = Style()
 ASCII = Style(unicode=False)
@@ -34,17 +32,9 @@ def test_figures() -> None:
     assert [percent(value) for value in (0, 0.5, 0.99999, 1)] == ["0.0 %", "50.0 %", "99.9 %", "100.0 %"]
 
 
-def test_the_other_causes_of_dead_letters_are_one_number() -> None:
-    causes = Counter({"others": 50, **{f"cause {number}": number for number in range(1, 9)}})
-    totals = Totals(counts=DocumentCounts(86, 0, 0, 86), dead_letters=causes)
-    line = next(line for line in describe(RunState("c", False, 0.0, totals=totals)) if line.startswith("  dead"))
-    assert line.endswith(": 8 cause 8, 7 cause 7, 6 cause 6, 5 cause 5, 4 cause 4, 56 others")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.5, 0.9999, 1.0, 2.0])
-def test_a_bar_has_its_width(share: float) -> None:
-    for style in (PLAIN, ASCII):
-        assert len(style.bar(share, 10)) == 10
+def test_a_bar_has_its_width() -> None:
+    shares = (0.0, 0.0001, 0.3, 0.9999, 1.0, 2.0)
+    assert {len(style.bar(share, 10)) for style in (PLAIN, ASCII) for share in shares} == {10}
     assert ASCII.bar(0.5, 10) == "#####-----"
     assert PLAIN.bar(1.0, 10) == "█" * 10
 
@@ -80,8 +70,8 @@ def test_few_ranks_that_hold_most_of_what_is_left_are_said() -> None:
     assert uneven([0, 0]) == []
 
 
-@pytest.mark.parametrize("height", [4, 10, 24, 100])
-@pytest.mark.parametrize("number", [1, 8, 100])
+@pytest.mark.parametrize("height", [4, 24, 100])
+@pytest.mark.parametrize("number", [1, 100])
 def test_a_frame_fits_the_terminal(number: int, height: int) -> None:
     state = run_of(number, troubled=number // 2)
     lines = frame(state, 80, height, PLAIN)
@@ -101,21 +91,9 @@ def test_ranks_in_trouble_are_at_the_top_of_a_long_table() -> None:
     assert text.index("   99  slow") < text.index("    0  running")
 
 
-def test_a_run_without_a_known_input_says_so() -> None:
-    ranks = [RankState("", 0, Path(), "running")]
-    state = RunState("c", False, 1e6, ranks=ranks, totals=add_up(ranks, 1e6))
-    assert "  no percentage: the size of the input is not known" in list(describe(state))
-
-
 def test_a_finished_run_is_finished() -> None:
     ranks = [RankState("", 0, Path(), "finished")]
     state = RunState("c", False, 0.0, ranks=ranks, totals=add_up(ranks, 0.0))
     lines = list(describe(state))
     assert lines[1].endswith("█ finished")
     assert lines[-1] == "No rank needs attention."
-
-
-def test_the_table_has_a_line_for_each_rank() -> None:
-    lines = list(table(run_of(3).ranks, 1000.0))
-    assert len(lines) == 4
-    assert lines[1].split()[:3] == ["0", "running", "█████░░░░░"]

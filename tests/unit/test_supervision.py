@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Attempt, Death, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
 from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
 from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
@@ -90,28 +90,6 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
     assert made.targets[0].in_flight == 0
 
 
-async def test_what_a_dead_server_had_in_flight_is_lost_and_counts_its_death() -> None:
-    made = router()
-    request = Request()
-    await made.acquire(request)
-
-    async def ask() -> Attempt:
-        attempt = made.targets[0].start_attempt(request)
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        assert not attempt.is_cancelled
-        attempt.end()
-        return attempt
-
-    asking = asyncio.create_task(ask())
-    await settle()
-    assert made.mark_dead(made.targets[0], "bang").in_flight == 1
-    assert (await asking).lost
-    assert not asking.cancelling()
-    assert [death.cause for death in request.deaths] == ["bang"]
-    assert not request.is_quarantined
-
-
 async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:
     made = router()
     target = await made.acquire(Request())
@@ -128,21 +106,16 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> N
     await normal
 
 
-async def run_quarantined(made: Router, requests: list[Request]) -> list[list[Request]]:
-    """Answers all quarantined requests, all that are in flight at once in each round; the requests of each round."""
-    waiting = {request: acquire(made, request) for request in requests}
-    rounds: list[list[Request]] = []
+async def test_many_quarantined_requests_run_in_growing_groups() -> None:
+    made = router()
+    waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
+    sizes: list[int] = []
     while waiting:
         await settle()
-        rounds.append([request for request, task in waiting.items() if task.done()])
-        for request in rounds[-1]:
+        together = [request for request, task in waiting.items() if task.done()]
+        sizes.append(len(together))
+        for request in together:
             made.release(waiting.pop(request).result())
-    return rounds
-
-
-async def test_many_quarantined_requests_run_in_growing_groups() -> None:
-    rounds = await run_quarantined(router(), [quarantined(n) for n in range(256)])
-    sizes = [len(together) for together in rounds]
     assert sizes[:4] == [1, 2, 4, 8]
     assert max(sizes) == 16  # the square root: what one more death may cost
     assert len(sizes) <= 20
@@ -231,17 +204,14 @@ async def gpus(**settings: Any) -> list[tuple[str, ...]]:
         return [lease.gpus for lease in leases]
 
 
-def test_a_machine_without_gpus_divides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_counted_and_a_machine_without_divides_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     assert visible_gpus() == []
-
-
-def test_gpus_are_counted_by_their_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus() == ["0", "1"]
@@ -346,23 +316,6 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(
     assert "common cache folder" in log[0]
 
 
-async def _answer_all(tasks: list[asyncio.Task[Target]], made: Router) -> None:
-    for task in tasks:
-        made.release(await task)
-
-
-async def test_a_call_tells_when_a_request_could_be_sent_and_none_waits() -> None:
-    made = router(limit=2)
-    free: list[int] = []
-    made.on_free = lambda: free.append(made.capacity - made.in_flight)
-    tasks = [acquire(made) for _ in range(3)]
-    await settle()
-    made.release(await tasks[0])  # the third takes the place
-    assert free == [0]
-    await _answer_all(tasks[1:], made)
-    assert free == [0, 1, 2]
-
-
 def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:
     made = router(targets=3, limit=100)
     assert made.capacity == 100
@@ -413,9 +366,3 @@ def test_no_key_is_in_a_traceback_that_shows_all_values() -> None:
     logger.remove(handler)
     assert "***" in "".join(lines)
     assert "hush-hush" not in "".join(lines)
-
-
-def test_keys_are_equal_when_their_values_are() -> None:
-    assert Key("a") == Key.wrap("a") != Key("b")
-    assert len({Key("a"), Key("a")}) == 1
-    assert Key.wrap(None) is None

@@ -10,24 +10,17 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.generation import code_source, syntax, user_code
-from datatrove_ckpt.generation.run_identity import code_identity
-from tests.unit.test_identity import load_changed
+from datatrove_ckpt.generation import syntax
 
 PACKAGE = Path(syntax.__file__).parent.parent
 
 
 def test_no_other_module_parses_code() -> None:
-    parsing = [
-        str(path.relative_to(PACKAGE))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "ast.parse"
-    ]
-    assert parsing == ["generation/syntax.py"]
+    parsing = [path for path in PACKAGE.rglob("*.py") if "ast.parse" in path.read_text()]
+    assert parsing == [PACKAGE / "generation/syntax.py"]
 
 
-def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, most = 0, 0
     count = threading.Lock()
     real = ast.parse
@@ -43,15 +36,9 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
             inside -= 1
         return result
 
-    rollouts = [load_changed(tmp_path, f"number_{number}").rollout for number in range(12)]
-    code_source.source_of.cache_clear()
     monkeypatch.setattr(ast, "parse", watched)
     with ThreadPoolExecutor(12) as pool:
-        found = [
-            *pool.map(lambda rollout: code_identity(rollout, None).fields["rollout_fn code"], rollouts),
-            *pool.map(user_code._returns_values_only, rollouts),
-        ]
-    assert len(set(found)) == 2
+        assert len(list(pool.map(syntax.parse, ["x = 1"] * 12))) == 12
     assert most == 1
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
-from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, Preempted
 from datatrove_ckpt.process.task_errors import safe_log
@@ -65,11 +64,3 @@ def test_no_foreign_text_forges_a_line_or_moves_the_cursor(said: Any) -> None:
             assert "\n2026 |" not in text
             assert "\x1b[2J" not in text
             assert "  2026 | ERROR | forged\\u001b[2J" in text
-
-
-def test_a_patcher_that_somebody_has_set_comes_first(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(logger._core, "patcher", lambda record: record.update(message="theirs\x1b"))  # type: ignore[attr-defined]
-    safe_log()
-    safe_log()
-    logger.info("said")
-    assert log == ["INFO theirs\\u001b\n"]

@@ -59,29 +59,6 @@ def test_what_has_no_line_break_is_not_torn_apart(terminal: Terminal) -> None:
     assert terminal.read() == ["half a line and the other half", "the end"]
 
 
-def test_ctrl_c_glues_nothing_to_the_bar(terminal: Terminal) -> None:
-    with terminal.streams(), BarTerminal(text) as bar:
-        bar.draw()
-        terminal.type(b"\x03")  # the terminal writes ^C by itself
-        terminal.until(lambda lines: lines == ["^Ce bar"])
-        print("stopping")
-        assert terminal.read() == ["stopping", "the bar"]
-
-
-def test_a_worker_clears_the_bar_and_its_parent_draws_it_again(terminal: Terminal) -> None:
-    with terminal.streams(), BarTerminal(text) as bar:
-        bar.draw()
-        ours = sys.stderr
-        sys.stderr = ours.stream  # type: ignore[attr-defined]  # what a worker has
-        with BarTerminal():
-            sys.stderr.write("x\n")
-            assert terminal.read() == ["x"]
-            sys.stderr.write("y\n")
-        sys.stderr = ours
-        bar.draw()
-        assert terminal.read() == ["x", "y", "the bar"]
-
-
 def test_a_narrower_terminal_gets_a_shorter_bar(terminal: Terminal) -> None:
     widths: list[int] = []
 
@@ -201,17 +178,6 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
         lines.tick()
     assert [seconds for seconds, _ in said] == [10, 130, 250]
     assert said[0][1].startswith("3.0 % of the input, 3 documents done, 3 of them in this run, ")
-
-
-def test_a_screen_without_a_terminal_logs(log: list[str]) -> None:
-    clock = Clock()
-    with Screen(RunProgress(1, clock=clock), 5, clock) as screen:
-        assert not screen.has_bar
-        clock.now += 5
-        screen.tick()
-    assert log == [
-        "INFO 0 documents done, 0 of them in this run, 0 requests, 0.0 doc/s, 0.0 req/s, 0 tok/s, starting\n"
-    ]
 
 
 def test_ranks_of_a_worker_report_to_its_parent(terminal: Terminal) -> None:

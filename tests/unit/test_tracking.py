@@ -289,10 +289,6 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     assert [point.values["documents"] for point in run.points][-1] == 2
 
 
-def test_a_job_without_a_report_has_none(tmp_path: Path, now: list[float]) -> None:
-    assert not tracker.make_report(tmp_path / "no run", tmp_path / "report.html")
-
-
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
     attempts: list[float] = []
     run = Run()

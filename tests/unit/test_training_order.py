@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datatrove_ckpt.readers.blocks import Block
@@ -71,11 +71,9 @@ WINDOWS = [Window(rows=1, bytes=None), Window(rows=16, bytes=None), Window(bytes
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("name", INPUTS)
-def test_each_row_has_one_position(name: str, window: Window) -> None:
-    blocks = INPUTS[name]
-    table = BlockTable(blocks)
-    for seed, epoch in [(None, 0), (0, 0), (0, 1), (-5, 3)]:
+def test_each_row_has_one_position(window: Window) -> None:
+    for blocks, (seed, epoch) in product(INPUTS.values(), [(None, 0), (0, 1), (-5, 3)]):
+        table = BlockTable(blocks)
         orders = [order_by_rows(table, seed, epoch, window)]
         orders += [order_by_files(table, seed, epoch, window, count) for count in (1, 2, 5)]
         for order in orders:
@@ -103,7 +101,7 @@ def test_seed_and_epoch_alone_define_the_order() -> None:
 FIRST_ROWS = [(3, 16), (7, 35), (7, 57), (5, 40)]
 
 
-@pytest.mark.parametrize(("skip", "limit"), [(0, -1), (0, 0), (3, -1), (3, 4), (5, 100), (100, 5), (4, 1)])
+@pytest.mark.parametrize(("skip", "limit"), [(0, 0), (3, -1), (3, 4), (5, 100), (100, 5)])
 def test_skip_and_limit_count_rows_of_the_whole_input(skip: int, limit: int) -> None:
     blocks = INPUTS["few files"]
     table = BlockTable(blocks, skip=skip, limit=limit)
@@ -127,7 +125,7 @@ def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) 
     return span, float(near.mean())
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 1), (8, 1), (2, 32)])
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
 @pytest.mark.parametrize("window", [Window(rows=64_000, bytes=None), Window(bytes=2**26)], ids=str)
 def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, workers: int, batch: int) -> None:
     table = BlockTable(TEN_FILES)
@@ -140,8 +138,8 @@ def test_a_batch_spans_the_files_and_neighbours_are_far_apart(window: Window, wo
         assert near < 0.08
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (4, 1), (2, 32)])
-@pytest.mark.parametrize("rows", [10_000, 100_000])
+@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
+@pytest.mark.parametrize("rows", [10_000])
 def test_files_that_cannot_be_entered_take_turns(rows: int, workers: int, batch: int) -> None:
     """Rows of one file within a window are near each other, and one of ten neighbours would be by chance."""
     table = BlockTable(TEN_FILES, streams=range(10))
@@ -170,19 +168,6 @@ def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
     for slots in (1, 2, 3, 6):
         shares = [set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)]
         assert sum(map(len, shares)) == 6
-
-
-def test_one_file_that_cannot_be_entered_mixes_within_the_window() -> None:
-    """What holds for a single compressed file: each window is uniform, and windows follow each other."""
-    blocks = blocks_of([1000] * 200)
-    table = BlockTable(blocks, streams=[0])
-    order = order_by_rows(table, 1, 0, Window(rows=50_000, bytes=None))
-    assert [len(order.shares), order.shares[0].windows] == [1, 4]
-    rows = [row for _, row in rows_in_order(table, order, np.arange(0, 200_000, 40))]
-    window = [row // 50_000 for row in rows]
-    assert window == sorted(window)
-    displacement = np.mean(np.abs(np.array(rows) - np.arange(0, 200_000, 40))) / 50_000
-    assert 0.3 < displacement < 0.37, "uniform in a window is 1/3"
 
 
 def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end() -> None:
@@ -219,9 +204,8 @@ TOPOLOGIES = [Topology(*key) for key in product((1, 2, 3, 4), (1, 2, 3), (1, 3))
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_each_position_is_dealt_once_and_evenly(topology: Topology, even: Even) -> None:
-    for rows in (0, 1, 5, 12, 37):
+def test_each_position_is_dealt_once_and_evenly(even: Even) -> None:
+    for topology, rows in product(TOPOLOGIES, (0, 1, 5, 37)):
         dealt, ranks = [], []
         for rank in range(topology.ranks):
             ranks.append(topology.of_rank(rows, rank, even))
@@ -270,6 +254,7 @@ def take(
     return read, Round.from_json(json.loads(json.dumps(Round(topology, tuple(had)).to_json())))
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 400), st.lists(st.sampled_from(TOPOLOGIES), max_size=4), st.sampled_from(TOPOLOGIES), st.data())
 def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
     rows: int, before: list[Topology], last: Topology, data: st.DataObject
@@ -297,15 +282,6 @@ def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
         else:
             assert sorted(seen) == list(range(53))
             assert sum(seen.values()) < 53 + second.ranks
-
-
-def test_a_state_between_two_steps_is_a_prefix_if_the_batch_is_known() -> None:
-    topology = Topology(4, 2, 8)
-    counts = [24] * 4 + [16] * 4  # five steps: worker 0 gave three batches, worker 1 two
-    read, done = take(1000, [], topology, counts)
-    assert sorted(read) == list(range(5 * 4 * 8))
-    assert Remaining(1000, [done]).positions(np.arange(3)).tolist() == [160, 161, 162]
-    assert len(json.dumps(done.to_json())) < 40
 
 
 def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:

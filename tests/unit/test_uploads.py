@@ -97,7 +97,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
     unfinished: set[int] = set()
-    for number in range(200):
+    for number in range(60):
         unfinished.add(number)
         if len(unfinished) > 4:
             unfinished.remove(chance.choice(sorted(unfinished)))
@@ -231,7 +231,7 @@ def check_mirror(one: Process, other: Process) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "step"),
     [
-        ("a" * 16, "b" * 16, 3),
+        ("a" * 16, "b" * 16, 7),
         pytest.param("a" * 16, "b" * 16, 1, marks=pytest.mark.slow),
         pytest.param("b" * 16, "a" * 16, 1, marks=pytest.mark.slow),
     ],
@@ -241,7 +241,7 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
 ) -> None:
     """The first process pauses before each of its requests in turn, the second before each of its own meanwhile.
 
-    With a step of 3, that is each third of its own, beginning with another one for the first process's next request.
+    With a step of 7, that is each seventh of its own, beginning with another one for the first process's next request.
     """
     cases = at_first = at_second = 0
     while True:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec.asyn
 import multiprocess
 import pytest
 
@@ -27,6 +26,7 @@ from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
+METHODS = ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver", "spawn"))]
 
 
 def nothing() -> None:
@@ -67,7 +67,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
     def run(slot: int, task: int) -> int:
         report = reporter()
         assert report is not None
-        for number in range(10_000 if stop else 10):  # more than a pipe holds
+        for number in range(1000 if stop else 10):  # more than a pipe holds
             report(task, RankProgress(slot, number + 1, number + 1))
         return task
 
@@ -85,14 +85,6 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
 
 def square(slot: int, task: int) -> int:
     return task * task
-
-
-def test_a_signal_cannot_come_in_the_making_of_the_loop_of_fsspec() -> None:
-    def run(slot: int, task: int) -> bool:
-        return fsspec.asyn.loop[0] is not None  # made before signals were let in
-
-    with group(run, 1) as workers:
-        assert dict(workers.run([0])) == {0: True}
 
 
 def test_no_more_processes_are_started_than_there_are_tasks(tmp_path: Path) -> None:
@@ -125,23 +117,6 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
-def test_a_worker_that_dies_while_it_sends_is_noticed_although_a_fork_of_it_holds_the_pipe_open(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> bytes:
-        if not (tmp_path / "died").exists():
-            (tmp_path / "died").touch()
-            if (fork := os.fork()) == 0:
-                time.sleep(600)
-                os._exit(0)
-            (tmp_path / "fork").write_text(str(fork))
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            os.write = lambda *_: time.sleep(600)  # type: ignore[assignment,return-value]
-        return b"result"
-
-    with group(run, 1) as workers:
-        assert dict(workers.run([7])) == {7: b"result"}
-    os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
-
-
 def test_half_a_message_is_none() -> None:
     ours, theirs = multiprocess.Pipe()
     inbox = Inbox(ours)
@@ -158,11 +133,11 @@ class Stubborn(Exception):
         super().__init__(first)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
         (ValueError("no such key"), ValueError, "no such key"),
-        (CkptError("a setting"), CkptError, "a setting"),
         (Stubborn("first", "second"), CkptError, "Task 1 failed with Stubborn: first"),
         (SystemExit(0), UnexpectedExit, r"A step of task 1 called sys.exit\(0\)"),
         (KeyboardInterrupt(), UnexpectedExit, "A step of task 1 raised KeyboardInterrupt"),
@@ -189,30 +164,7 @@ def test_the_first_error_is_raised_once_the_others_have_drained(
     assert not (tmp_path / "5").exists()
 
 
-def test_the_others_drain_at_once_when_no_replacement_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(slot: int, task: int) -> int:
-        if task == 1:
-            until_there(tmp_path / "started")
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "drained").touch())
-        (tmp_path / "started").touch()
-        until_there(tmp_path / "drained")
-        return task
-
-    class Third(module._Process):
-        def __init__(self, context: Any, *others: Any) -> None:
-            if (tmp_path / "started").exists():
-                raise ConnectionError
-            super().__init__(context, *others)
-
-    monkeypatch.setattr(module, "_Process", Third)
-    with pytest.raises(WorkerDied, match="the process that starts them has ended"), group(run) as workers:
-        list(workers.run(range(2)))
-    assert (tmp_path / "drained").exists()
-
-
+@pytest.mark.slow
 def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop() -> None:
     said = r"(?s)No worker process could be started.*__main__"
     with group(Unloadable(), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
@@ -341,7 +293,7 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
     assert time.monotonic() - began < 200
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("moment", range(4))
 def test_a_signal_while_workers_are_started_leaves_none(
     method: str, moment: int, monkeypatch: pytest.MonkeyPatch
@@ -400,6 +352,7 @@ def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
 
 
+@pytest.mark.slow
 def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TO_EXIT", 0.2)
 
@@ -445,6 +398,7 @@ def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:
         signal.signal(signal.SIGUSR1, previous)
 
 
+@pytest.mark.slow
 def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +416,7 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
         assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
     thread = in_thread(
         lambda: until_there(tmp_path / "loads"),
@@ -489,25 +444,7 @@ def load_forever(started: Path) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize("end", ["returns", "sys.exit", "raises"])
-def test_a_fork_that_falls_out_of_its_task_says_nothing_in_the_name_of_its_parent(tmp_path: Path, end: str) -> None:
-    def run(slot: int, task: int) -> str:
-        if task == 0 and os.fork() == 0:
-            until_there(tmp_path / "second task")
-            if end == "sys.exit":
-                sys.exit(0)
-            if end == "raises":
-                raise ValueError("of the fork")
-            return "of the fork"
-        if task == 1:
-            (tmp_path / "second task").touch()
-            time.sleep(0.3)
-        return f"of {task}"
-
-    with group(run, 1) as workers:
-        assert dict(workers.run(range(3))) == {task: f"of {task}" for task in range(3)}
-
-
+@pytest.mark.slow
 def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> None:
     def run(slot: int, task: int) -> None:
         (tmp_path / "started").touch()
@@ -524,7 +461,7 @@ def environment(slot: int, task: int) -> str:
     return os.environ.get("OF_THE_PARENT", "nothing")
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_have_the_environment_of_now(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("first", "second"):  # a fork server keeps that of its own start
         monkeypatch.setenv("OF_THE_PARENT", value)

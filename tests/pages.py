@@ -29,16 +29,10 @@ RUN_ELSEWHERE = {
     "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",
     "datatrove-ckpt run job.yaml --executor.tasks=40": "tests/integration/test_reshard.py",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
-    "python -m tests.bench.auto_concurrency --model MODEL --flags max-num-seqs=64": "tests/real/test_vllm.py",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python": "minutes; "
     "tests/integration/test_peers.py runs it with fewer documents",
-    "python -m tests.bench.hub --ranks 100 --chunks 34": "seven minutes; tests/hub/test_bench.py runs it with 4 ranks",
-    "python -m tests.bench.scale --ranks 10000 --documents 10000000000": "an hour on a busy machine; "
-    "tests/integration/test_scale.py runs it with 3 ranks",
-    "pytest --override-ini addopts= -s tests/real/test_loader_matrix.py tests/real/test_trainers.py": ".ci/run",
-    "python -m tests.bench.loaders --mosaic-python other-environment/bin/python": "minutes; "
-    "tests/real/test_loader_bench.py runs it with fewer rows",
+    "pytest --override-ini addopts= -s tests/real/test_trainers.py": ".ci/run",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
 }

@@ -64,7 +64,7 @@ class Counts:
         self.latency = latency
         self.asked: Counter[int] = Counter()
         self.first = self.last = 0.0
-        self.in_flight = self.most_in_flight = 0
+        self.in_flight = 0
 
     def ask(self, body: bytes) -> None:
         if number := _NUMBER.search(body):
@@ -72,7 +72,6 @@ class Counts:
             self.first = self.first or self.last
             self.asked[int(number[1])] += 1
         self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     def to_json(self) -> bytes:
         times = Counter(self.asked.values())
@@ -84,7 +83,6 @@ class Counts:
                 "first": self.first,
                 "last": self.last,
                 "in_flight": self.in_flight,
-                "most_in_flight": self.most_in_flight,
             }
         ).encode()
 

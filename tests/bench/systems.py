@@ -3,7 +3,6 @@
     ours, ours-asyncio   datatrove_ckpt.InferenceRunner, on uvloop where it is installed, and on asyncio's own loop
     datatrove            datatrove's own InferenceRunner
     bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
-    protocol             a hand-written client on asyncio.Protocol and uvloop: what is left without aiohttp
     ray                  Ray Data with its CheckpointConfig, and aiohttp in an async actor (of ``peers`` only)
     curator              bespokelabs-curator's LLM, and its cache (of ``peers`` only)
 
@@ -21,14 +20,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MODEL = "mock"
-DROP = "DATATROVE_CKPT_BENCH_DROP"
 
 
 @dataclass
@@ -39,51 +37,24 @@ class Run:
     url: str
     source: str
     folder: str
-    kind: str = "jsonl"
     output: str = "jsonl"
     checkpoints: str | None = None
     concurrency: int = 256
     chunk: int = 1000
-    rollouts: int = 1
     stop_after: int | None = None
     watch_loop: bool = False
-    profile: str | None = None
-    remote: str | None = None
-    """``checkpoints_remote_dir``: what is put there is counted."""
-    mirror_seconds: float = 60
-    switch_interval: float | None = None
-    """``sys.setswitchinterval``, in seconds."""
-    drop: bool = False
-    """Every document is dropped, and nothing is asked: for a checkpoint of which only the positions matter."""
-    ready_after: float = 0.0
-    """Seconds that our server takes to be ready."""
 
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
     """The rollout: one request."""
-    if os.environ.get(DROP):  # not an argument: this must be the same run when nothing is dropped
-        return None
     return await generate({"messages": [{"role": "user", "content": document.text}], "max_tokens": 64})
 
 
 def run_ours(run: Run) -> Callable[[], None]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
 
-    if run.ready_after:
-        from datatrove_ckpt.generation import rank as module  # earlier releases have none
-
-        connect = module.connect
-
-        @asynccontextmanager
-        async def connect_late(*settings: Any) -> AsyncIterator[Any]:
-            await asyncio.sleep(run.ready_after)
-            async with connect(*settings) as connected:
-                yield connected
-
-        module.connect = connect_late
     config = InferenceConfig(**_config(run), hang_timeout=120)
-    mirror = {"checkpoints_remote_dir": run.remote, "mirror_seconds": run.mirror_seconds} if run.remote else {}
-    return _step(run, InferenceRunner, config, readers, **mirror)
+    return _step(run, InferenceRunner, config, readers)
 
 
 def run_datatrove(run: Run) -> Callable[[], None]:
@@ -102,13 +73,12 @@ def _config(run: Run) -> dict[str, Any]:
         "model_name_or_path": MODEL,
         "endpoint_url": run.url,
         "max_concurrent_generations": run.concurrency,
-        "rollouts_per_document": run.rollouts,
     }
 
 
-def _step(run: Run, runner: Any, config: Any, readers: Any, **more: Any) -> Callable[[], None]:
-    reader = (readers.ParquetReader if run.kind == "parquet" else readers.JsonlReader)(run.source)
-    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk, **more)
+def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
+    reader = readers.JsonlReader(run.source)
+    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
 
 
@@ -135,8 +105,7 @@ def _payloads(run: Run) -> Iterator[bytes]:
     with next(Path(run.source).iterdir()).open("rb") as file:
         for line in itertools.islice(file, run.stop_after):
             messages = [{"role": "user", "content": orjson.loads(line)["text"]}]
-            for _ in range(run.rollouts):
-                yield orjson.dumps({"messages": messages, "max_tokens": 64, "model": MODEL})
+            yield orjson.dumps({"messages": messages, "max_tokens": 64, "model": MODEL})
 
 
 async def _ask_all(run: Run) -> None:
@@ -156,55 +125,6 @@ async def _ask_all(run: Run) -> None:
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=2**18
     ) as session:
         await asyncio.gather(*(work(session) for _ in range(run.concurrency)))
-
-
-def run_protocol(run: Run) -> Callable[[], None]:
-    import orjson
-
-    port = int(run.url.rpartition(":")[2])
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    payloads = _payloads(run)
-
-    class Client(asyncio.Protocol):
-        """Sends the next payload as soon as the last one is answered."""
-
-        open_now = 0
-        done: asyncio.Future[None]
-
-        def connection_made(self, transport: Any) -> None:
-            Client.open_now += 1
-            self.transport, self.received, self.needed = transport, bytearray(), 0
-            self.send()
-
-        def send(self) -> None:
-            payload = next(payloads, None)
-            if payload is not None:
-                self.transport.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(payload), payload))
-                return
-            self.transport.close()
-            Client.open_now -= 1
-            if not Client.open_now:
-                Client.done.set_result(None)
-
-        def data_received(self, data: bytes) -> None:
-            self.received += data
-            if not self.needed:
-                self.needed = (end := self.received.find(b"\r\n\r\n") + 4) + int(
-                    self.received[:end].lower().partition(b"content-length: ")[2].split()[0]
-                )
-            if len(self.received) >= self.needed:
-                body = self.received[self.received.find(b"\r\n\r\n") + 4 :]
-                orjson.loads(body)["choices"][0]["message"]["content"]
-                self.received, self.needed = bytearray(), 0
-                self.send()
-
-    async def ask_all() -> None:
-        loop = asyncio.get_running_loop()
-        Client.done = loop.create_future()
-        await asyncio.gather(*(loop.create_connection(Client, "127.0.0.1", port) for _ in range(run.concurrency)))
-        await Client.done
-
-    return lambda: asyncio.run(ask_all())
 
 
 def run_ray(run: Run) -> Callable[[], None]:
@@ -282,39 +202,9 @@ SYSTEMS = {
     "ours": run_ours,
     "datatrove": run_datatrove,
     "bare": run_bare,
-    "protocol": run_protocol,
     "ray": run_ray,
     "curator": run_curator,
 }
-
-
-def watch_mirror(counts: dict[str, Any]) -> None:
-    """Counts what a mirror puts on its remote, and the CPU seconds of its thread and of its snapshots."""
-    from datatrove_ckpt.checkpoint.rank_files import RankFiles
-    from datatrove_ckpt.mirror import object_store
-    from datatrove_ckpt.mirror.mirror import RemoteMirror
-
-    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
-        def with_time(*args: Any) -> Any:
-            started = time.thread_time()
-            try:
-                return work(*args)
-            finally:
-                counts["mirror_cpu"] += time.thread_time() - started
-
-        return with_time
-
-    class Counting(object_store.Effects):
-        def put(self, fs: Any, path: str, data: bytes) -> None:
-            counts["mirrored"] += len(data)
-            counts["puts"] += 1
-            counts["versions"] += "/generation-" in path
-            super().put(fs, path, data)
-
-    counts |= {"mirrored": 0, "puts": 0, "versions": 0, "mirror_cpu": 0.0}
-    object_store.effects = Counting()
-    for cls, name in ((RemoteMirror, "_run"), (RankFiles, "snapshot")):
-        setattr(cls, name, timed(getattr(cls, name)))
 
 
 def highest_memory() -> float:
@@ -325,13 +215,12 @@ def highest_memory() -> float:
 
 def main() -> None:
     run = Run(**json.loads(sys.argv[1]))
-    os.environ[DROP] = "yes" if run.drop else ""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     name, _, loop = run.system.partition("-")
     if loop == "asyncio":
         sys.modules["uvloop"] = None  # type: ignore[assignment] (what cannot be imported is not installed)
-    if loop == "uvloop" or name == "protocol":
+    if loop == "uvloop":
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
@@ -340,20 +229,11 @@ def main() -> None:
         from loguru import logger
 
         logger.remove()  # only now: datatrove's import adds its own
-    if run.switch_interval:
-        sys.setswitchinterval(run.switch_interval)
     health: dict[str, Any] = {}
     if run.watch_loop:
         from tests.bench.loop_watch import watched
 
         work = watched(work, health)
-    if run.profile:
-        from tests.bench.profiling import profiled
-
-        work = profiled(work, run.profile)
-    if run.remote:
-        watch_mirror(health)
-    imports = highest_memory()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     work()
     ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
@@ -364,9 +244,7 @@ def main() -> None:
                 "started": started,
                 "ended": ended,
                 "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-                "system_cpu": after.ru_stime - before.ru_stime,
                 "memory": highest_memory(),
-                "memory_of_imports": imports,
                 **health,
             }
         )

@@ -24,9 +24,3 @@ def _shown(value: Any) -> str:
 def parser(documentation: str | None) -> argparse.ArgumentParser:
     """``--help`` shows the module's docstring as it is."""
     return argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def add_fields(parser: argparse.ArgumentParser, defaults: object) -> None:
-    """An option for each number of a dataclass."""
-    for name, value in vars(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
+from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import checks, doctor, probes
+from datatrove_ckpt.preflight.checks import check_remote
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE
@@ -130,6 +132,16 @@ def test_a_file_system_without_locks_is_a_warning(
     )
 
 
+@pytest.mark.slow
+def test_locks_that_keep_nobody_out_are_a_problem(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)  # this process's; the second one's is real
+    assert examined() == 1
+    said = doctor_lines(capsys.readouterr().out)["checkpoints, locks"]
+    assert said.startswith("problem: a second process was not kept out (let in).")
+
+
 def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
     job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +182,33 @@ def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: p
     assert MemoryFileSystem().find("/doctor") == []
 
 
+def test_a_remote_output_that_refuses_is_a_problem(
+    examined: Doctor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    assert examined(TO_MEMORY) == 1
+    said = doctor_lines(capsys.readouterr().out)["output, reachable"]
+    assert said.startswith("problem: memory:///doctor/out/.datatrove-ckpt-probe-")
+    assert "403 Forbidden" in said
+
+
+def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep(self: Any, path: str) -> None:
+        raise PermissionError("no deletes here")
+
+    folder = DataFolder("memory://doctor/kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "rm_file", keep)
+        states = [check_remote("bucket", folder).state, check_remote("bucket", folder, deletes=True).state]
+    assert states == ["warning", "problem"]
+    folder.rm("", recursive=True)
+
+
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
@@ -177,6 +216,19 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
         found = doctor._check_runner("", step, Sample(), LocalPipelineExecutor([step], logging_dir=str(tmp_path)), 0)
         assert [check.state for check in found if check.subject == "mirror"] == [state]
     assert names(tmp_path) == []
+
+
+def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> None:
+    class Repository:
+        class fs:
+            protocol = "hf"
+
+        path = "datasets/me/answers"
+
+        def resolve_paths(self, path: str) -> str:
+            return "hf://datasets/me/answers"
+
+    assert check_remote("output", Repository()).message.endswith("each write would be a commit in its history.")
 
 
 # Beside a run --------------------------------------------------------------------------------------------------------

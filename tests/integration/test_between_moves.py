@@ -154,6 +154,26 @@ def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -
     job.check_finished()
 
 
+@pytest.mark.slow
+def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dealt_out_anew(job, 4, 2)
+    other = elsewhere(job, "checkpoints", "output")
+    move_away(other, 3)
+    last_chunk_file(other.checkpoints, 3).unlink()
+    command = ["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]
+    assert main(command) == 1
+    assert "00003 is missing" in capsys.readouterr().out
+    for part in ("checkpoints", "output"):
+        shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
+    assert main(command) == 0
+    shutil.rmtree(job.checkpoints)
+    shutil.rmtree(job.folder / "output")
+    other.executor(2).run()
+    other.check_finished()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("when", "part"), [("middle", ""), ("middle", SHARES), ("after", "00000"), ("after", "00003")], ids=str
@@ -201,6 +221,28 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, 
     path.write_bytes(b"x\n" + path.read_bytes())
     with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
         check_before_run(job.executor(2))
+
+
+@pytest.mark.slow
+def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(job: Job) -> None:
+    """Also if the first upload of a task was killed after its empty first version."""
+    job.write_input((3, 2, 4))
+    executor = job.executor(3)
+    for rank in (0, 1):
+        executor._run_for_rank(rank)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(3))
+    first, *others = sorted((job.folder / "mirror/00001").glob("generation-*"))
+    for path in others:
+        path.unlink()
+    assert first.name.startswith("generation-00000001-")
+    check_before_run(job.executor(3))
+    asked = job.server.asked.copy()
+    job.stop_in_the_middle(3, {"text 2-3"}, ranks=[2])
+    shutil.rmtree(job.checkpoints)
+    job.executor(3).run()
+    assert {question: job.server.asked[question] for question in asked} == asked
+    job.check_finished()
 
 
 @pytest.mark.slow

@@ -398,3 +398,38 @@ def test_a_commit_names_only_files_in_the_output_folder(half: Half, server: Fake
         path.write_bytes(seal(commit.to_json()))
         with pytest.raises(CheckpointCorrupt, match="is no name of an output file"):
             run(half.job, server)
+
+
+def rewritten_cache(folder: Path) -> None:
+    path = folder / RANK / "replay.sqlite3"
+    path.write_bytes(b"damaged" * 2000)
+    path.with_name("replay.sqlite3-wal").write_bytes(b"damaged" * 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "effects"),
+    [(rewritten_cache, {"rename replay.sqlite3"}), (removed_rank, {"remove 00000.txt"})],
+)
+@pytest.mark.parametrize("disk_type", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.slow)])
+def test_a_start_that_meets_damage_may_crash_at_any_effect(
+    half: Half,
+    server: FakeServer,
+    damage: Callable[[Path], None],
+    effects: set[str],
+    disk_type: type[CrashingDisk],
+) -> None:
+    seen: list[str] = []
+    for number in range(14):  # the start, and a few effects after it
+        damage(half.restore())
+        disk = disk_type(number, half.job)
+        with disk_in_place(disk):
+            run(half.job, server)
+        seen.append(str(disk.crashed_at).partition(".damaged")[0])
+        for survivor in disk.survivors():
+            run(half.job, server)
+            assert outputs(half.job / "output") == half.output, (seen[-1], survivor)
+            assert dead(half.job) == half.dead, (seen[-1], survivor)
+            damage_seen = list((half.job / RANK).glob("replay.sqlite3.damaged-*"))
+            assert len(damage_seen) <= 3
+    assert effects & set(seen), seen

@@ -76,6 +76,15 @@ def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_pa
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
+def test_a_remembered_rejection_skips_its_document(tmp_path: Path) -> None:
+    with FakeServer(status=reject("text 1")) as server:
+        with pytest.raises(InferenceError):
+            runner(tmp_path, server, raises_its_text_later).run(documents(4))
+        runner(tmp_path, server, raises_its_text_later, skip_bad_requests=True).run(documents(4))
+        assert server.asked["text 1"] == 1
+    assert read(tmp_path) == ["id 0", "id 2", "id 3"]
+
+
 async def asks_and_fails(document: Document, generate: Any) -> Any:
     result = await ask(document, generate)
     if document.id != "id 2":

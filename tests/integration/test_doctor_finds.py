@@ -79,6 +79,14 @@ def test_a_dead_endpoint(found: Doctor) -> None:
     assert "Start the server, or correct endpoint_url." in text
 
 
+def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
+    from datatrove_ckpt import InferenceConfig
+    from datatrove_ckpt.preflight.doctor import check_endpoints
+
+    config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
+    assert [check.state for check in check_endpoints("server", config)] == ["ok", "warning"]
+
+
 def test_a_model_that_the_endpoint_does_not_list(found: Doctor) -> None:
     state, text = found("--pipeline.1.config.model_name_or_path=other")["server, endpoint"]
     assert state == "problem"
@@ -152,6 +160,25 @@ def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
     assert found(*at_once)["input, shares"] == ("ok", "5 files for 5 tasks; the largest task holds 32 % of the bytes.")
 
 
+@pytest.mark.slow
+def test_another_number_of_tasks_is_named_if_it_divides_the_files_better(found: Doctor) -> None:
+    write_input(a=9000, b=100, c=100, d=100, e=9000, f=100, g=100, h=100, i=9000)
+    state, text = found("--executor.tasks=4", "--executor.workers=4")["input, shares"]
+    assert state == "warning"
+    assert text.startswith("one task holds 98 % of the bytes: task 0 (9 files for 4 tasks).")
+    assert "Set tasks to 5: then the largest holds 33 % of the bytes." in text
+
+
+def test_tasks_whose_files_are_empty_have_no_input(found: Doctor) -> None:
+    write_input(a=100, b=0, c=100, d=0)
+    state, text = found("--executor.tasks=4")["input, shares"]
+    assert (state, text) == (
+        "warning",
+        "2 of 4 tasks have no input: 4 files for 4 tasks, of which 2 are empty. Move the empty files away, and set "
+        "tasks to 2.",
+    )
+
+
 @pytest.mark.parametrize(
     ("tasks", "workers", "per_job", "state", "text"),
     [
@@ -184,6 +211,30 @@ def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, co
     state, text = found()["input, readable"]
     assert state == "problem"
     assert says in text
+
+
+@pytest.mark.slow
+def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) -> None:
+    for number in range(4):
+        Path(f"documents/0{number}.jsonl").write_bytes(b"")
+    for name in ("1.csv", "README"):
+        Path(f"documents/{name}").write_text("id,text\n")
+    checks = found()
+    assert checks["input, readable"][0] == "ok"
+    state, text = checks["input, files"]
+    assert state == "warning"
+    assert text.startswith("2 files will give no document: '1.csv', 'README'.")
+    state, text = found("--executor.tasks=7")["input, readable"]
+    assert state == "problem", "a task gets nothing but this file"
+    assert "This task's input holds no document, although '1.csv'" in text
+
+
+@pytest.mark.slow
+def test_a_folder_of_empty_files_and_one_without_files(found: Doctor) -> None:
+    Path("documents/a.jsonl").write_bytes(b"")
+    assert found()["input, readable"][0] == "warning"
+    Path("documents/a.jsonl").unlink()
+    assert "holds no documents for this reader: no file matches." in found()["input, readable"][1]
 
 
 # space ---------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
+    Preempted,
     ServerRefused,
     UnexpectedExit,
     WorkerDied,
@@ -121,6 +124,16 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 
+@pytest.mark.slow
+def test_how_often_a_rank_is_tried_can_be_chosen(tmp_path: Path) -> None:
+    executor = LocalPipelineExecutor(
+        [Step(tmp_path, "kill")], 2, 2, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=4
+    )
+    with pytest.raises(WorkerDied):
+        executor.run()
+    assert len(attempts(tmp_path)[1]) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -201,6 +214,24 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkey
     assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """As in a batch script of Slurm that runs a program with this executor."""
+    write_inputs(tmp_path, 3)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3.0))  # half of a short time is for work
+    said = "Stopped by the end of the job's time limit. Run the same command again to resume."
+    with FakeServer(hold_after=4) as server:
+        with pytest.raises(Preempted, match=re.escape(said)):
+            job(tmp_path, server, workers, drain_seconds=0.1).run()
+        monkeypatch.delenv("SLURM_JOB_END_TIME")
+        server.release()
+        job(tmp_path, server, workers).run()
+    assert len(completed(tmp_path)) == 3
+
+
 def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False)
     with pytest.raises(CkptError, match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first"):
@@ -264,6 +295,20 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [sys.executable, "script.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=500, check=False
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # three programs with workers
+def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
+    write_inputs(tmp_path, 3)
+    (tmp_path / "script.py").write_text(OTHER_CODE)
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    with FakeServer() as server:
+        for workers, method in (("3", "spawn"), ("1", "spawn"), ("2", "fork")):
+            done = run_script(tmp_path, server.url, "decorated", workers, "default", method)
+            assert done.returncode == 0, done.stderr
+            (tmp_path / "logs" / "completions" / "00001").unlink()
+        assert set(server.asked.values()) == {1}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
+from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, runner
@@ -130,6 +131,16 @@ def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeSer
     output = writer(tmp_path, "${lang}_${chunk_index}.jsonl")
     runner(tmp_path, server, output_writer=output, records_per_chunk=20).run(found)
     assert sorted(ids(tmp_path / "output")) == sorted(f"{name}_00000.jsonl" for name in names)
+
+
+def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(tmp_path: Path) -> None:
+    output = writer(tmp_path, BY_LANGUAGE)
+    staged = StagedFiles(tmp_path / "staging", output.output_mg)
+    staged.get_file("en/0.jsonl").write(b"x")
+    (tmp_path / "staging" / "EN").symlink_to("en")  # as a file system that ignores case
+    with pytest.raises(OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"):
+        staged.get_file("EN/0.jsonl")
+    staged.abandon()
 
 
 def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server: FakeServer) -> None:

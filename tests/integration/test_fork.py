@@ -31,7 +31,7 @@ from tests.jobs import documents, writer
 from tests.make_release import run
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_releases import NEWEST, kept, restored
+from .test_releases import NEWEST, VERSIONS, kept, restored
 
 DOCUMENTS = 7
 
@@ -214,6 +214,16 @@ def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, serve
     start(new, server, TwoSteps("Longer"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "said"), [(8, "7 documents, and this one has more"), (6, "7 documents, not 6")])
+def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "old", server, TwoSteps("Shorter"))
+    assert fork(tmp_path / "old", tmp_path / "new") == 0
+    with pytest.raises(CheckpointMismatch, match=f"it had {said}"):
+        start(tmp_path / "new", server, TwoSteps("Longer"), number=number)
+    start(tmp_path / "new", server, TwoSteps("Longer"))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("changes", "line"),
@@ -308,6 +318,17 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
+    old, new = restored(name, tmp_path / "old"), tmp_path / "new"
+    assert fork(old, new) == 0
+    shutil.copytree(old / "input", new / "input")
+    with FakeServer() as server:
+        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
+        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+
+
 def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
     assert main(["fork", str(old / "mirror"), str(new / "checkpoints")]) == 0
@@ -396,12 +417,35 @@ def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id
     server.asked.clear()
 
 
+def test_answers_of_two_model_revisions_in_one_task_are_not_used(
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    stop(old, server, A, keep_answers=True)
+    start(old, server, TwoSteps("Shorter"), config=B, keep_answers=True, accept_changes=True)
+    assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
+    server.asked.clear()
+    assert fork(old, new) == 0
+    assert "answers: none can be used: model_kwargs changed in the middle of this run\n" in capsys.readouterr().out
+    start(new, server, TwoSteps("Shorter"), config=A)  # nothing binds it to either revision
+    assert sum(server.asked.values()) == 2 * DOCUMENTS
+
+
 def run_rank(yaml: Path, rank: int, *overrides: str) -> None:
     """Runs one task of a file's job."""
     executor = make_executor(argparse.Namespace(config=str(yaml), overrides=list(overrides)))
     documents: Any = None
     for step in executor.pipeline:
         documents = step(documents, rank, executor.world_size)
+
+
+def test_the_old_runs_logging_dir_is_refused(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("link").symlink_to("logs")
+    for name in ("logs", "link"):
+        for what in ("job.yaml", "checkpoints"):  # a folder does not tell its logging_dir; the markers in it do
+            capsys.readouterr()
+            assert main(["fork", what, "job.yaml", *NEW, f"--executor.logging_dir={name}"]) == 2
+            assert f"logging_dir: {yaml.parent}/{name} is another run's: datatrove skips" in capsys.readouterr().err
 
 
 # costs ----------------------------------------------------------------------------------------------------------------

@@ -22,13 +22,14 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
+    CheckpointMismatch,
     DocumentFailed,
     RequestPoisoned,
     TooManyDeadLetters,
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, rows, runner
+from tests.jobs import ask, config, documents, rows, runner, writer
 
 
 def ids(folder: Path) -> list[str]:
@@ -114,6 +115,49 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
     assert max(backlogs) <= 2 * 4 * one
 
 
+_model: Any = None
+
+
+async def loads_lazily(document: Document, generate: Any) -> Any:
+    global _model
+    if _model is None:
+        _model = "loaded"
+    return await ask(document, generate)
+
+
+class CountsItself:
+    def __init__(self, prompt: str) -> None:
+        self.prompt = prompt
+        self.calls = 0
+        self.client: Any = None
+
+    async def __call__(self, document: Document, generate: Any) -> Any:
+        self.calls += 1
+        self.client = object()
+        return await ask(document, generate)
+
+
+@pytest.mark.slow
+def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path: Path, server: FakeServer) -> None:
+    global _model
+    runner(tmp_path / "a", server, loads_lazily).run(documents(3))
+    assert _model == "loaded"
+    _model = None
+    runner(tmp_path / "a", server, loads_lazily).run(documents(4))
+
+    step = runner(tmp_path / "b", server, CountsItself("say"))
+    step.run(documents(3))
+    step.run(documents(4))
+    runner(tmp_path / "b", server, CountsItself("say")).run(documents(5))
+    with pytest.raises(CheckpointMismatch, match='prompt: "say" -> "sing"'):
+        runner(tmp_path / "b", server, CountsItself("sing")).run(documents(5))
+
+
+def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run([Document("text", "id 0", media=None)])  # type: ignore[arg-type]
+    assert ids(tmp_path) == ["id 0"]
+
+
 def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path: Path, server: FakeServer) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         raise RuntimeError("always")
@@ -163,6 +207,22 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
         InferenceRunner(poison, config(server), plain).run(documents(3))
     runner(tmp_path, server, poison).run(documents(3))
     assert ids(tmp_path) == ["id 0", "id 2"]
+
+
+def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id == "id 0":
+            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
+            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
+            await asyncio.to_thread(step.run, documents(2))
+        return await ask(document, generate)
+
+    runner(tmp_path, server, rollout, output_writer=writer(tmp_path)).run(documents(4))
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
+        "00000_chunk_00000.jsonl",
+        "00000_chunk_00001.jsonl",
+        "b_00000_00000.jsonl",
+    ]
 
 
 @pytest.mark.slow

@@ -263,3 +263,20 @@ def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -
     said = refused(kind("hf://datasets/org/input/part"))
     assert "403 Forbidden" in said
     assert "set HF_TOKEN to a token of an account that may read it" in said
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["file", "repository"])
+def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what: str) -> None:
+    reader = kind("hf://datasets/org/input/part")
+    assert len(list(reader.run())) == 2
+    if what == "file":
+        hub.repo("org/input").commit("main", "by hand", "", hub.clock.now(), [], [FILES[kind]])
+    else:
+        hub.repos.clear()
+    said = refused(reader)  # which has the listing
+    assert said.startswith(
+        f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
+    )
+    assert ("was there when the folder was listed" in said) is (what == "file")
+    assert ("restore the repository" in said) is (what == "repository")

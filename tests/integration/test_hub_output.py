@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import drain, stop
 from datatrove_ckpt.output import hub_commits, hub_errors, targets
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
@@ -251,6 +252,26 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
         hub_runner(tmp_path, server).run(documents(5))
         assert set(server.asked.values()) == {1}
     assert list(hub.files("org/data")) == names(3)
+
+
+@pytest.mark.slow
+def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create_repo("org/data")
+    other = {names(3)[1]: b"PAR1 of another job"}
+    look_up = HubFolder.look_up
+
+    def and_then(folder: HubFolder, files: list[str], revision: str | None = None) -> Any:
+        found = look_up(folder, files, revision)
+        if revision and not found:  # the last look before the commit
+            hub.put("org/data", other)
+        return found
+
+    monkeypatch.setattr(HubFolder, "look_up", and_then)
+    with pytest.raises(OutputMismatch, match=r"00001.parquet is there with other content"):
+        hub_runner(tmp_path, server).run(documents(5))
+    assert hub.files("org/data") == other
 
 
 # datatrove's writers for the hub -------------------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +17,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors import OutputFailed, Preempted
 from datatrove_ckpt.output import hub_access
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
@@ -82,6 +85,14 @@ def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[
     assert [request.kind for request in hub.requests] == ["auth-check", "create", "auth-check"]
 
 
+def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
+    bucket = HubFolder.parse("hf://buckets/org/raw/part")
+    assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")
+    check_access(bucket, private=True)
+    assert any("made the private bucket org/raw, which was not there" in line for line in log)
+    assert "shows with the first file" in check_access(bucket)
+
+
 # the branch ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +135,17 @@ def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, monkeypatch: pytest.Mo
     assert "Check the network, HF_ENDPOINT" in said
 
 
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_no_hang(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(hub_access, "_ANSWER_SECONDS", 0.2)
+    held = hub.hold("auth-check", times=None)
+    try:
+        assert "no answer within" in refused()
+    finally:
+        held.release()
+
+
 # a runner, and a job -------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +163,27 @@ def test_a_rank_that_may_not_write_asks_no_server(
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
     with pytest.raises(OutputFailed, match=r"the hub answers 401"):
         run_rank(tmp_path, server)
+    assert not server.payloads
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
+    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 600.0)
+    hub.create_repo("org/data")
+    hub.fail("auth-check", 503, times=None)
+    waits = SimpleNamespace(warning=lambda text: os.kill(os.getpid(), signal.SIGTERM), info=print)
+    monkeypatch.setattr(hub_access, "logger", waits)
+    came: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))  # it ends nothing
+    try:
+        with pytest.raises(Preempted):
+            run_rank(tmp_path, server)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert came
     assert not server.payloads
 
 
@@ -235,6 +278,18 @@ def counted(hub: FakeHub) -> list[str]:
 
 
 @pytest.mark.slow
+def test_a_rank_starts_with_few_requests_however_many_files_there_are(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
+    """100 ranks that start together may make 1000 requests: 10 each."""
+    hub.put("org/data", {f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}" for rank in range(2, 102) for chunk in range(34)})
+    hub.fail("preupload", 400, times=None)  # the rank has asked for all it wants by then
+    with pytest.raises(OutputFailed):
+        run_rank(tmp_path, server)
+    assert counted(hub) == ["auth-check", *["tree"] * 4, "preupload"]
+
+
+@pytest.mark.slow
 def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
     assert job("run") == 0
@@ -260,6 +315,19 @@ def from_hub(hub: FakeHub, files: int) -> None:
         "data_folder: input", "data_folder: hf://datasets/org/source/in"
     )
     Path("job.yaml").write_text(text.replace("hf://datasets/org/data/part", "output"))
+
+
+@pytest.mark.slow
+def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job: Run, hub: FakeHub) -> None:
+    from_hub(hub, files=30)
+    assert job("run") == 0
+    api = counted(hub)
+    assert len(api) < 30, api
+    assert job("run") == 0
+    hub.requests.clear()
+    assert job("run") == 0
+    assert len(counted(hub)) < 10, counted(hub)
+    assert not hub.asked("resolve")
 
 
 def test_input_on_the_hub_that_changed_is_refused(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:

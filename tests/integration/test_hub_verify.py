@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.output import hub_lag, targets
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.output import hub_errors, hub_lag, targets
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.hub.job import Cli, hub_job
@@ -100,6 +102,24 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, 
     assert hub.files("org/data") == before
 
 
+@pytest.mark.slow
+def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    for path in Path("checkpoints").glob("*/commits.jsonl"):
+        commits = read_commits(path).values()
+        for file in (file for commit in commits for file in commit.files):
+            assert len(file.hub_hash) == 40
+            file.hub_hash = ""
+        path.write_bytes(b"".join(seal(commit.to_json()) for commit in commits))
+        assert b"hub_hash" not in path.read_bytes()
+    content = hub.files("org/data")[FILES[0]]
+    hub.put("org/data", {FILES[0]: bytes([*content[:-1], content[-1] ^ 1])})
+    assert cli("run", "job.yaml")[0] == 0
+    assert cli("verify", "checkpoints")[0] == 0
+    code, said = cli("verify", "checkpoints", "--full")
+    assert (code, "00000_00000.jsonl is altered" in said) == (1, True)
+
+
 def beside(job: str) -> str:
     """The job with local folders of its own."""
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
@@ -127,6 +147,34 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
     assert code == 1
     assert "hf://datasets/org/data/part cannot be listed" in said
     assert "hf_Fake" not in said
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    held = hub.hold("tree", times=None)
+    try:
+        for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+            code, said = cli(*command)
+            assert (code, "no answer within 0 s" in said) == (1, True)
+            assert "hf://datasets/org/data/part: cannot be listed" in said
+            assert "heck the network" in said
+    finally:
+        held.release()
+
+
+@pytest.mark.slow
+def test_a_first_listing_that_fails_for_a_moment_is_made_again(
+    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("run", "job.yaml")[0] == 0
+    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
+        hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
+        code, said = cli(*command)
+        assert (code, said.count("Next attempt in")) == (0, 2)
 
 
 # a repository that vanishes after files were committed there ----------------------------------------------------------

@@ -169,6 +169,15 @@ def test_a_whole_input_of_empty_texts_is_no_success(
     assert "1 of 1" in capsys.readouterr().out
 
 
+def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
+    assert job("datatrove.pipeline.readers.CSVReader") == 1
+    assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
+    assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
+
+
 # What was skipped is said ----------------------------------------------------------------------------------------
 
 
@@ -260,6 +269,29 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(
     assert job(limit=1) == 0, "files behind the limit are not read"
 
 
+def test_other_default_metadata_is_refused_for_finished_ranks(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
+    assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
+    assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
+    assert job(default_metadata={"a": 2, "b": [1]}) == 1
+    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
+
+
+def test_a_file_list_is_compared_by_the_files_that_it_names(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = tmp_path / "paths.txt"
+    paths.write_text("0.jsonl\n1.jsonl\n")
+    assert job(paths_file=str(paths)) == 0
+    (tmp_path / "documents/3.jsonl").unlink()
+    assert job(paths_file=str(paths)) == 0, "a file that is not in the list"
+    (tmp_path / "documents/1.jsonl").unlink()
+    assert job(paths_file=str(paths)) == 1
+    assert "removed: '1.jsonl'" in capsys.readouterr().err
+
+
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +310,55 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     assert job() == 0
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
+
+
+@pytest.mark.slow
+def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job() == 0
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "documents/4.jsonl").write_text(lines(8))
+    assert job() == 0
+    assert "9 of 9 documents" in capsys.readouterr().out
+    rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
+    shutil.rmtree(tmp_path / "logs")
+    assert job() == 1
+    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("limit", [-1, 4])
+def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int
+) -> None:
+    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
+    grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
+    parse = JsonlReader._parse
+
+    def grow(self: JsonlReader, line: bytes, name: str, id_in_file: int | str) -> Any:
+        if name == grown.name and id_in_file == 0:
+            with grown.open("a") as file:
+                file.write(lines(8))
+        return parse(self, line, name, id_in_file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlReader, "_parse", grow)
+        assert job(limit=limit) == 0
+    found = outputs(tmp_path)
+    assert job(limit=limit) == 0  # nothing has changed since it was read
+    (tmp_path / "logs/completions/00000").unlink()
+    assert job(limit=limit) == 0
+    assert outputs(tmp_path) == found
+    record = kept(tmp_path)["readers"][0]["files"]
+    assert [file[:2] for file in record] == [
+        [f"{n}.jsonl", (tmp_path / f"documents/{n}.jsonl").stat().st_size] for n in (0, 2)
+    ]
+    capsys.readouterr()
+    with grown.open("a") as file:
+        file.write(lines(9))
+    assert job(limit=limit) == 1
+    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
 
 
 def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:

@@ -168,6 +168,22 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command)
 
 
 @pytest.mark.slow
+def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> None:
+    finish_one_task(run)
+    error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
+    assert "tasks: 3 -> 2" in error
+    assert "`datatrove-ckpt reshard WHAT --tasks 2` deals what is left out to 2 tasks." in error
+    assert "12 of 12 documents" in run()
+
+
+def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
+    run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
+    assert Path("checkpoints/00000/run.json").exists()
+    line = run("--executor.tasks=2", "--pipeline.1.records_per_chunk=3")
+    assert "12 of 12 documents are in 5 files" in line
+
+
+@pytest.mark.slow
 def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Command) -> None:
     settings = ("--pipeline.1.skip_bad_requests=true",)
     Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
@@ -189,6 +205,13 @@ def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Comman
     shutil.rmtree("checkpoints")
     assert "12 of 12 documents" in run(mirrored)
     assert not run.server.asked
+
+
+def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) -> None:
+    none = "--pipeline.1.checkpoints_local_dir=null"
+    run(none)
+    assert "tasks: 3 -> 2" in run(none, "--executor.tasks=2", code=1)
+    run(none)
 
 
 @pytest.mark.matrix

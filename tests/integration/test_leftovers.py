@@ -175,6 +175,29 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         another.wait()
 
 
+@pytest.mark.slow
+def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.kill()
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "proc")
+    assert ServerRecord.create("test") is None
+    end_leftovers()
+    assert run.alive() == {*OURS, "stranger"}
+    assert len(records()) == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_exists_and_is_not_shown_counts_as_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = records()
+    shown = leftovers._stat
+    monkeypatch.setattr(leftovers, "_stat", lambda pid: [] if pid == run.runner.pid else shown(pid))
+    record = ServerRecord.read(path)
+    assert record is not None
+    assert not replace(record, guardian=None).is_abandoned
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
 def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) -> None:
     path = leftovers._folder() / "x.json"
@@ -198,3 +221,12 @@ def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytes
         assert not records()
 
     asyncio.run(play())
+
+
+def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
+    folder = leftovers._folder()
+    folder.rmdir()
+    folder.touch()
+    assert ServerRecord.create("test") is None
+    end_leftovers()
+    assert len(log) == 2

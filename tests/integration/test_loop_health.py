@@ -122,7 +122,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Resu
         def run(count: int, size: int = 2000, latency: float = 0.0, kind: str = "jsonl", **settings: Any) -> Result:
             source = make_input(folder, kind, count, size)
             settings = {"folder": str(folder / "work"), "checkpoints": str(folder / "work/checkpoints"), **settings}
-            watched = Run("ours-asyncio", server.url, str(source), kind=kind, watch_loop=True, **settings)
+            watched = Run("ours-asyncio", server.url, str(source), watch_loop=True, **settings)
             result = run_once(server, watched, latency, count)
             assert result["counted_right"]
             return dict(result["loop"])

@@ -25,7 +25,7 @@ from s3fs import S3FileSystem  # noqa: F401 (so that forked processes need not i
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.output import upload
-from datatrove_ckpt.readers import JsonlReader, ParquetReader
+from datatrove_ckpt.readers import ParquetReader
 
 
 @functools.cache
@@ -55,7 +55,7 @@ async def rollout(document: Document, generate: Any) -> Any:
 def reader(job: dict[str, Any]) -> Any:
     if "input" not in job:
         return Documents(job.get("documents", 8), job.get("size", 100))
-    found = JsonlReader(job["input"]) if job["reader"] == "jsonl" else ParquetReader(job["input"])
+    found = ParquetReader(job["input"])
     found.add_file_path = False  # which says where it was read
     return found
 

@@ -106,14 +106,3 @@ def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout: Path
     closing = (checkout / "terminal.log").read_text().splitlines()[-1]
     assert "24 of 24 documents are in 3 files" in closing
     assert "To check the files: datatrove-ckpt verify quickstart/checkpoints --full" in closing
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_undisturbed_it_holds_the_same_documents_in_the_same_order(checkout: Path) -> None:
-    shutil.rmtree(checkout / "quickstart", ignore_errors=True)
-    started = time.monotonic()
-    assert start(checkout).wait() == 0, (checkout / "terminal.log").read_text()
-    assert [document["id"] for document in written(checkout)] == DOCUMENTS
-    print(f"undisturbed, with everything installed: {time.monotonic() - started:.0f} s")
-    assert answered(checkout) == len(DOCUMENTS)

@@ -235,6 +235,14 @@ def test_a_state_for_running_workers_is_refused(folder: str) -> None:
         list(one)
 
 
+def test_a_plain_loader_with_workers_gives_no_state(folder: str) -> None:
+    """Its dataset does not know how far the workers are: a state would repeat what they have read."""
+    plain = DataLoader(dataset(folder, batch_size=4), batch_size=4, num_workers=2)
+    assert len(texts([next(iter(plain))])) == 4
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        plain.dataset.state_dict()
+
+
 # Another number of ranks and workers ---------------------------------------------------------------------------------
 
 

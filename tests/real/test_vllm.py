@@ -8,7 +8,6 @@ re-requested after its answer. The tests spend most of their time in starts of v
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers.server import free_port
-from tests.bench.auto_concurrency import best_fixed, measure, report
 from tests.bench.engine.work import INSTRUCTION
 from tests.real import environment
 from tests.real.faults import (
@@ -80,27 +77,6 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     letters = plain.dead_letters()
     assert sorted(letters) == ["too-long-0", "too-long-1"]
     assert all("HTTP 400" in error for error in letters.values())
-
-
-@pytest.mark.full
-def test_auto_is_as_fast_as_the_best_number_and_its_queue_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    settings = {
-        "server_type": "vllm",
-        "model_name_or_path": environment.model(),
-        "server_python": environment.vllm_python(),
-        "model_max_context": 1024,
-        "model_kwargs": {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 32},
-        "use_chat": False,
-    }
-    found = asyncio.run(measure(settings, [16, 64, 256], seconds=35.0, rounds=2))
-    print("\n" + report(found))
-    auto = found["auto"]
-    # Other work on the machine changes the tokens per second, but hardly what runs. docs/benchmarks.md has the figures.
-    assert median(phase.steady for phase in auto) >= 0.5 * best_fixed(found)
-    assert all(phase.running >= 0.95 * 32 for phase in auto)
-    assert all(phase.longest_relative_queue <= 2 for phase in auto)
 
 
 def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -73,6 +74,27 @@ def test_the_queue_of_any_engine_is_short(
     assert all(step.waiting <= 2 * step.target for step in run.steps)
 
 
+def rate_with_small_cache(limit: int | Admission, seed: int, sees_preemptions: bool = True) -> float:
+    """Answers grow beyond the cache, and the prompts of preempted requests are expensive."""
+
+    def lengths(chance: random.Random, now: float) -> tuple[int, int]:
+        return chance.randint(50, 400), int(chance.lognormvariate(5.5, 0.7)) + 1
+
+    engine = Engine(256, 8192, 4000, base=0.03, per_decode=5e-5, per_prompt_token=2.5e-4)
+    run = Simulation(engine, lengths, limit, seed=seed, sees_preemptions=sees_preemptions)
+    return run.run(120).rate(40)
+
+
+@pytest.mark.slow
+def test_after_preemptions_only_as_many_requests_run_as_the_cache_holds() -> None:
+    def rate(limit: Callable[[], int | Admission], sees_preemptions: bool = True) -> float:
+        return sum(rate_with_small_cache(limit(), seed, sees_preemptions) for seed in range(4))
+
+    best = max(rate(lambda: 32), rate(lambda: 128), rate(lambda: 512))
+    assert rate(Admission) >= 0.95 * best
+    assert rate(Admission, sees_preemptions=False) < 0.9 * best
+
+
 def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
     made = Admission()
     made.update(Metrics(100, 8, 1, 30), 108)  # of an earlier run on the same server
@@ -113,11 +135,30 @@ def test_a_sample_without_work_since_the_last_one_changes_nothing() -> None:
     assert made.limit == 24
 
 
+def test_requests_that_have_not_arrived_are_not_sent_twice() -> None:
+    made = Admission()
+    for tokens in range(4):
+        made.update(Metrics(0, 0, tokens), 16)
+    assert made.limit == 16
+
+
 def test_an_empty_queue_never_lowers_the_limit() -> None:
     made = Admission()
     made.update(Metrics(16, 0, 1), 16)
     made.update(Metrics(2, 0, 2), 24)
     assert made.limit == 24
+
+
+async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool]) -> Target:
+    """The target whose limit ``adapt_admission`` adapts."""
+    target = Target()
+    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
+    async with asyncio.timeout(300):
+        while not until(target):
+            await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    return target
 
 
 async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
@@ -129,12 +170,20 @@ async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
     async def read(seconds: float) -> Metrics | None:
         return None
 
-    target = Target()
-    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
-    async with asyncio.timeout(300):
-        while target.limit != 500:
-            await asyncio.sleep(0)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    await adapted(read, lambda target: target.limit == 500)
     (said,) = log
     assert "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 " in said
+
+
+async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    reads: list[float] = []
+
+    async def read(seconds: float) -> Metrics | None:
+        reads.append(seconds)
+        await asyncio.sleep(0.001)
+        return Metrics(8, 8, 1) if len(reads) == 1 else None
+
+    target = await adapted(read, lambda target: len(reads) > 100)
+    assert (target.limit, log) == (8, [])

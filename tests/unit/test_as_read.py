@@ -140,6 +140,10 @@ def test_an_image_is_its_pixels_however_it_came() -> None:
     assert shown(picture).startswith("<PIL.Image.Image L 3x2 ")
 
 
+def test_a_decoder_without_bytes_counts_by_the_name_of_its_file_wherever_that_is_cached() -> None:
+    assert digest(Decoder("/node1/cache/a.mp4", None)) == digest(Decoder("/node2/a.mp4", None))
+
+
 def test_of_any_other_object_only_the_type_counts() -> None:
     class Any1:
         def __init__(self, value: int) -> None:
@@ -189,6 +193,13 @@ def test_containers_that_hold_themselves_are_looked_at_once(name: str) -> None:
     assert data == as_read(document(LOOPS[name]())).data
     assert len(data) < 200_000
     assert decode(data).id == "id"
+
+
+def test_memory_of_images_counts_in_what_is_read_ahead() -> None:
+    assert as_read(document(image(mode="RGB", size=(100, 100)))).size > 30_000
+    assert as_read(document("x" * 1000)).size == len(encode(document("x" * 1000)))
+    media = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"x" * 3000)])
+    assert as_read(media).data == encode(media)
 
 
 # in a run -------------------------------------------------------------------------------------------------------------

@@ -243,6 +243,13 @@ def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> 
         BlockInput(strict).read(found[0])
 
 
+def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b", "tag": 1}\n' + b'{"text": "c"}\n' * 20)
+    found = BlockInput(JsonlReader(tmp_path.as_posix()))
+    tags = [row["tag"] for block in found for row in rows_of(found.read(block, ["tag"]))]
+    assert tags == [None, 1, *[None] * 20]
+
+
 def converted(reader: Any, patch: pytest.MonkeyPatch) -> list[int]:
     """Of each batch that a reader makes documents of from now on: its rows."""
     sizes: list[int] = []

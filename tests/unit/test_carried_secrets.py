@@ -17,6 +17,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
+from datatrove_ckpt.generation.carried_secrets import secrets_in
 from tests.jobs import runner
 from tests.unit.test_identity import as_main
 from tests.unit.test_pickled_code import FakeUrl
@@ -200,3 +201,8 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
     assert len(said) == 1
     assert f"uses the module helper_beside of {folder}, " in said[0]
     assert f"`export PYTHONPATH={folder}` before you submit" in said[0]
+
+
+@pytest.mark.parametrize("url", ["https://TOKEN@host/x", "git+https://t0ken@host/x", "https://user:pw@host"])
+def test_a_url_with_a_token_is_not_pickled(url: str) -> None:
+    assert secrets_in("x", {"text": url}) == ["x.text"]

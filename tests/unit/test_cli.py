@@ -138,6 +138,12 @@ def test_a_mistake_is_2_and_one_line(
     assert not Path("logs").exists()
 
 
+@pytest.mark.slow
+def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run: Run) -> None:
+    first = "{class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first, workers: 1}}"
+    assert run("--pipeline.0.data_folder=later", f"--executor.depends={first}") == 0
+
+
 @pytest.mark.parametrize("end", ["own", "wrapped"])
 def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
     run: Run, capsys: pytest.CaptureFixture[str], end: str
@@ -258,6 +264,22 @@ def test_tasks_that_failed_without_a_word_are_1(
         f"error: 2 of 3 tasks are not complete; rank 1 is the first. Their logs are in {logs}. Run the same command "
         "again to resume.\n"
     )
+
+
+def test_tasks_of_ray_that_should_have_run_once_more_and_failed_are_1(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a retry of dead letters: all tasks have markers of the run before."""
+    ran_anew = "    tasks: 2\n    skip_completed: false"
+    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", ran_anew))
+    for rank in range(2):
+        marker = Path(f"logs/completions/{rank:05d}")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        os.utime(marker, (1e9, 1e9))
+    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(1))
+    assert run() == 1
+    assert "error: 1 of 2 tasks are not complete; rank 0 is the first." in capsys.readouterr().err
 
 
 def test_a_disk_error_is_1_and_its_message(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

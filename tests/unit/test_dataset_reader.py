@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,20 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path
         read(HuggingFaceDatasetReader, options)
 
 
+@pytest.mark.slow
+def test_shards_without_rows(tmp_path: Path) -> None:
+    """datatrove's reader stops at a Parquet file whose first row group is empty."""
+    write(tmp_path / "in", "parquet", (5, 0, 3))
+    with pq.ParquetWriter(tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")) as writer:
+        for size in (0, 6, 0, 2):
+            writer.write_table(pa.Table.from_pylist(rows(size, 300), schema=writer.schema))
+    options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=2)
+    documents = read(HuggingFaceDatasetReader, options)
+    numbers = [document.metadata["number"] for document in documents]
+    assert numbers == [n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7]
+    assert_resumes_everywhere(options, documents, 0, 1)
+
+
 def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
     options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
     assert read(HuggingFaceDatasetReader, options, 3, 4) == read(Original, options, 3, 4) == []
@@ -320,6 +335,14 @@ def test_changed_settings_are_refused_by_name(change: dict[str, Any], named: str
         resume(options | change, document)
 
 
+def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
+    options = arguments(write(tmp_path / "in", "parquet"), "parquet")
+    documents = read(HuggingFaceDatasetReader, options)
+    other = options | {"batch_size": 3, "doc_progress": True}
+    other["dataset_options"] = options["dataset_options"] | {"num_proc": 1, "cache_dir": str(tmp_path / "elsewhere")}
+    assert resume(other, documents[10]) == documents[11:]
+
+
 # Mistakes -----------------------------------------------------------------------------------------------
 
 
@@ -382,6 +405,22 @@ def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) ->
     assert Revisions(tmp_path).commit("org/data", "main", slow) == "a" * 40
 
 
+def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    link = os.link
+
+    def later(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40  # on the other node
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", later)
+    assert Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40) == "b" * 40
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_damaged_record_of_a_commit_is_an_error(tmp_path: Path) -> None:
     Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
     (kept,) = tmp_path.iterdir()
@@ -408,6 +447,29 @@ def test_transient_errors_are_repeated_as_the_server_says(monkeypatch: pytest.Mo
     assert retries.retrying(call, "a file") == "done"
     assert len(waits) == 4
     assert waits[2] == 1800
+
+
+@pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
+def test_errors_that_stay_are_raised_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "_sleep", lambda seconds: pytest.fail("waited"))
+
+    def call() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        retries.retrying(call, "a file")
+
+
+def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries, "_sleep", waits.append)
+
+    def call() -> None:
+        raise Answer(503)
+
+    with pytest.raises(Answer):
+        retries.retrying(call, "a file")
+    assert 500 < sum(waits) <= 600
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

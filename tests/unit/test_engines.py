@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference.servers import installed, sglang_launch
+from datatrove_ckpt.inference.servers import engines, installed, sglang_launch
 from datatrove_ckpt.inference.servers.diagnosis import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.engines import (
     EngineCommand,
@@ -111,6 +112,26 @@ def test_llamacpp_has_at_most_eight_slots() -> None:
 def test_replicas_of_llamacpp_divide_the_cores(replicas: int, cores: int, threads: str) -> None:
     argv = llamacpp_command(config("llamacpp", replicas=replicas), 1, KEY, Path("/m.gguf"), cores).argv
     assert argv[argv.index("--threads") + 1] == threads
+
+
+def test_the_threads_of_model_kwargs_win_over_the_share_of_the_cores() -> None:
+    settings = config("llamacpp", replicas=2, model_kwargs={"threads": 5})
+    argv = llamacpp_command(settings, 1, KEY, Path("/m.gguf"), cores=8).argv
+    assert [part for part in argv if "threads" in part] == ["--threads=5"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")
+def test_the_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "require", lambda module, extra: None)
+    (tmp_path / "m.gguf").touch()
+    settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
+    everything = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(everything)})
+        argv = engine_command(settings, 1, KEY).argv
+    finally:
+        os.sched_setaffinity(0, everything)
+    assert argv[argv.index("--threads") + 1] == "1"
 
 
 def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone() -> None:
@@ -294,6 +315,9 @@ def test_secrets_in_flags_are_not_shown() -> None:
         (1, "ModuleNotFoundError: No module named 'sglang'", "datatrove-ckpt[sglang]", True),
         (1, "ModuleNotFoundError: No module named 'flash_attn.ops'", "pip install flash_attn", True),
         (1, "OSError: x is not a local folder and is not a valid model identifier", "no such model", True),
+        (1, "World size (4) is larger than the number of available GPUs (1)", "too few GPUs", True),
+        (1, "[Errno 98] Address already in use", "taken", False),
+        (127, "cannot run vllm: No such file or directory", "not found", True),
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )

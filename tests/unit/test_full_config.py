@@ -143,6 +143,13 @@ def test_defaults_that_a_file_cannot_say_are_left_out_and_named(printed: Printed
     assert "sk-in-source" not in text
 
 
+def test_what_a_class_of_mine_makes_of_its_arguments_is_not_shown(printed: Printed) -> None:
+    rollout = "{class_path: my_module.Rollout, init_args: {token: '', others: nothing}}"
+    text = printed("job.yaml", f"--pipeline.1.rollout_fn={rollout}")
+    assert "hunter3" not in text
+    assert "max_concurrent_documents: 500\n" in text
+
+
 def test_a_script_for_slurm_shows_no_secret(printed: Printed) -> None:
     text = printed(CONFIGS / "slurm.yaml", "--executor.env_command=export HF_TOKEN=hf_abcdefghijklmnop")
     assert "hf_abc" not in text

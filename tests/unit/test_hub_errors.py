@@ -86,6 +86,12 @@ def test_a_storage_that_goes_on_refusing_is_final() -> None:
         patience.seconds("an upload", refused)
 
 
+def test_ranks_that_were_refused_together_do_not_return_together() -> None:
+    waits = {Patience().seconds("a commit", answer(412)) for _ in range(20)}
+    waits |= {Patience().seconds("a commit", answer(429, Retry_After="60")) for _ in range(20)}
+    assert len(waits) == 40
+
+
 def test_messages_show_no_signatures_and_say_what_comes_next() -> None:
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
     assert "secret" not in hub_failure(error)

@@ -200,6 +200,16 @@ def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_p
     assert code_of(rollout).startswith("bytecode ")
 
 
+def test_a_type_has_one_name_on_all_python_versions() -> None:
+    def of_module(module: str, name: str) -> type:
+        return types.new_class(name, exec_body=lambda namespace: namespace.update(__module__=module))
+
+    assert code_values.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
+    assert code_values.type_name(of_module("_thread", "lock")) == "_thread.lock"
+    assert code_values.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
+    assert code_values.type_name(of_module("types", "UnionType")) == "typing.Union"
+
+
 # every Python version ------------------------------------------------------------------------------------------------
 
 # The package's other modules need packages that other Pythons may not have.

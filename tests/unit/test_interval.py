@@ -41,6 +41,13 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(dur
     assert sum(durations) <= TUNING.share * elapsed + sum(durations[-RECENT:])
 
 
+def test_one_slow_save_does_not_make_the_next_interval_as_long_as_can_be() -> None:
+    interval = TunedInterval(TUNING)
+    for duration in [0.002] * 10 + [1.0]:
+        interval.took(duration)
+    assert interval.seconds < 12
+
+
 def test_a_number_stays_what_it_is() -> None:
     interval = make_interval(2.5, TUNING)
     interval.took(100.0)

@@ -1,0 +1,47 @@
+"""Ranks that commit to one repository at the same time, on a hub that fails now and then."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.output import hub_errors, targets
+from datatrove_ckpt.testing import FakeServer
+from tests.hub import FakeHub
+from tests.jobs import documents, runner
+
+RANKS, DOCUMENTS = 4, 10
+
+
+@pytest.mark.slow
+def test_every_file_is_there_once(
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FIRST_SECONDS", "_LIMITED_SECONDS"):
+        monkeypatch.setattr(hub_errors, name, 0.01)
+    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+    hub.create_repo("org/data")
+    hub.lag_commits = 1
+    refused = hub.fail("commit", status=500, times=None, every=3)
+    hub.fail("commit", status=504, times=None, every=7, after_effect=True)
+    hub.drop_answer("commit", times=None, every=8)
+    hub.fail("lfs-upload", status=503, times=None, every=9)
+
+    def run(rank: int) -> None:
+        writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet", max_file_size=-1)
+        step = runner(tmp_path, server, output_writer=writer, hub_commit_seconds=0.0)
+        step.run(documents(DOCUMENTS), rank, RANKS)
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        list(threads.map(run, range(RANKS)))
+    files = hub.files("org/data")
+    assert list(files) == [f"config/{rank:05d}_{chunk:05d}.parquet" for rank in range(RANKS) for chunk in range(5)]
+    ids = [one for content in files.values() for one in pq.read_table(io.BytesIO(content))["id"].to_pylist()]
+    assert ids == RANKS * [document.id for document in documents(DOCUMENTS)]
+    assert sum(len(commit.added) for commit in hub.commits("org/data")) == len(files), "none is committed again"
+    assert refused.hits > 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
-from tests.bench.guard import costs
+from tests.bench.guard import costs, ratio
 
-MOST = 1.45
+# 1.4 to 1.5 when it was set, and 1.9 at the release that was 40 % slower than the first one (2a486fe).
+MOST = 1.68
 
 
 @pytest.mark.alone
 def test_a_document_costs_no_more_cpu_time_than_it_did() -> None:
     found = costs()
-    assert statistics.median(found) <= MOST, found
+    assert ratio(found) <= MOST, found

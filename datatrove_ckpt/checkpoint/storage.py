@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkKey
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
+from datatrove_ckpt.process.timed_queue import get_within
 
 # With more than this handed over and not written yet, admission waits: a slow disk slows the run and fills no memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
@@ -152,7 +153,7 @@ class StorageThread:
         """Waits for an item and takes all there are. Returns none when a sync is due."""
         items = []
         with suppress(queue.Empty):
-            items.append(self._queue.get(timeout=self._files.seconds_to_sync))
+            items.append(get_within(self._queue, self._files.seconds_to_sync))
             while len(items) < MAX_GROUP:
                 items.append(self._queue.get_nowait())
         return items

@@ -36,6 +36,7 @@ from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.timed_queue import get_within
 from datatrove_ckpt.remote_errors import failure_text
 
 # How long ``stop`` waits for the last upload.
@@ -118,7 +119,7 @@ class RemoteMirror:
             while not self._stopping:
                 wait = max(self._try_upload() * self._interval.seconds, _MIN_WAIT_SECONDS)
                 with suppress(queue.Empty):
-                    self._wake.get(timeout=wait)
+                    get_within(self._wake, wait)
             self._try_upload()
         except BaseException as error:  # must reach the event loop: above all, that another process took over
             self._source.fail(error)

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.timed_queue import get_within
 
 
 class StopState(enum.Enum):
@@ -244,7 +245,7 @@ class Shutdown:
                 elif running is not None:
                     limit = started + running - time.monotonic()
                 try:
-                    if ended.get(timeout=None if limit is None else max(0.0, limit)):
+                    if get_within(ended, None if limit is None else max(0.0, limit)):
                         return True
                 except queue.Empty:
                     return False

@@ -25,6 +25,7 @@ import orjson
 
 from datatrove_ckpt.generation.export.job_points import JobHistories, JobPoints, Point
 from datatrove_ckpt.generation.export.tracked_runs import MAKING, JobSettings, MlflowRun, TrackedRun, WandbRun
+from datatrove_ckpt.process.timed_queue import get_within
 from datatrove_ckpt.redaction import Redactor
 
 _MAX_WAITING_POINTS = 20_000  # two weeks of minutes
@@ -148,7 +149,7 @@ def main() -> None:
 def _next_wish(wishes: queue.SimpleQueue[int], seconds: float) -> int | None:
     """The newest one; None if there is none within this time."""
     try:
-        found = wishes.get(timeout=seconds)
+        found = get_within(wishes, seconds)
         while True:
             try:
                 found = wishes.get_nowait()

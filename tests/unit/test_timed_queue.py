@@ -1,0 +1,36 @@
+"""Waiting for an item of a queue ends when its time is over, however busy the machine is."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import threading
+
+import pytest
+
+from datatrove_ckpt.process.timed_queue import get_within
+
+
+def test_a_wait_ends_also_if_its_time_is_over_before_it_begins() -> None:
+    burners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        waiters = [threading.Thread(target=wait_often, daemon=True) for _ in range(4)]
+        for waiter in waiters:
+            waiter.start()
+        for waiter in waiters:
+            waiter.join(60)
+            assert not waiter.is_alive()
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def wait_often() -> None:
+    for _ in range(3000):
+        items: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with pytest.raises(queue.Empty):
+            get_within(items, 2e-6)
+        items.put(1)
+        assert get_within(items, 2e-6) == 1

@@ -144,8 +144,8 @@ class JobProcesses:
         def rule(request: Request) -> str | None:
             with lock:
                 if not killed.is_set() and due(request):
+                    killed.set()  # first: the end of the process may be seen before this thread goes on
                     os.kill(process.pid, signal.SIGKILL)
-                    killed.set()
             return "reset" if killed.is_set() else None
 
         self._relay.rule = rule

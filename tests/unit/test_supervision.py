@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -17,7 +18,8 @@ from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
 from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
-from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics
+from datatrove_ckpt.inference.servers.health import request_health
+from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics, read_metrics
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 
@@ -365,3 +367,13 @@ def test_no_key_is_in_a_traceback_that_shows_all_values() -> None:
     logger.remove(handler)
     assert "***" in "".join(lines)
     assert "hush-hush" not in "".join(lines)
+
+
+async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_the_limit(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", at_the_limit)
+    url = "http://127.0.0.1:1"
+    assert await request_health(url, HiddenDict(), "vllm", 1.0) is None
+    assert await read_metrics(url, HiddenDict(), "vllm", 1.0) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenDict
@@ -25,4 +26,6 @@ async def request_health(url: str, headers: HiddenDict, server_type: str, second
         status = (await get(HiddenUrl(f"{url}/{path}"), headers, seconds)).status
     except ExchangeFailed as error:
         return NO_ANSWER if error.kind == "TimeoutError" else f"gives {error.kind}"
+    except TooManyOpenFiles:
+        return None  # says nothing about the server
     return f"answers HTTP {status}" if status >= 500 else None

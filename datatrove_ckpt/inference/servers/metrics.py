@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenDict
@@ -70,5 +71,5 @@ async def read_metrics(url: str, headers: HiddenDict, server_type: str, seconds:
     try:
         response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
         return parse_metrics(server_type, response.body.decode()) if response.status == 200 else None
-    except (ExchangeFailed, ValueError):
+    except (ExchangeFailed, TooManyOpenFiles, ValueError):
         return None

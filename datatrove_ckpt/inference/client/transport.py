@@ -6,6 +6,7 @@ raised here have no cause attached, because the frames of their causes hold head
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
@@ -75,7 +76,8 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
     transport = make_transport(url, headers, seconds, proxied, "GET")
     try:
         with frames_cut():
-            return await transport.send()
+            async with asyncio.timeout(seconds):  # with the connection
+                return await transport.send()
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
     except transport.errors as error:

@@ -394,7 +394,16 @@ def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_pa
             most = max(most, len(alive))
             yield document
 
-    step = runner(tmp_path, server, config={"max_concurrent_documents": 2})
+    tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+    most_tasks = 0
+
+    async def ask_and_count(document: Document, generate: Any) -> Any:
+        nonlocal most_tasks
+        tasks.add(asyncio.current_task())
+        most_tasks = max(most_tasks, len(tasks))
+        return await ask(document, generate)
+
+    step = runner(tmp_path, server, ask_and_count, config={"max_concurrent_documents": 2})
     gc.disable()
     try:
         step.run(marked())
@@ -402,6 +411,7 @@ def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_pa
         gc.enable()
     assert len(alive) <= 1
     assert most < 300  # twice 128 are read ahead
+    assert most_tasks <= 10  # two in work, and those that have just ended
 
 
 # without checkpoints --------------------------------------------------------------------------------------------------

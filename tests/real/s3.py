@@ -158,6 +158,11 @@ class Relay:
         for connection in list(self._server.connections):
             cut(connection)
 
+    def drain(self) -> None:
+        """Waits until no connection is open: a request may outlive the process that sent it."""
+        with self._server.closed:
+            assert self._server.closed.wait_for(lambda: not self._server.connections, 60)
+
     def of(self, kind: str) -> list[Request]:
         return [request for request in self.requests if request.kind == kind]
 
@@ -178,6 +183,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *arguments: Any) -> None:
         self.connections: set[socket.socket] = set()
+        self.closed = threading.Condition()
         super().__init__(*arguments)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -198,7 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.connections.add(self.connection)
 
     def finish(self) -> None:
-        self.server.connections.discard(self.connection)
+        with self.server.closed:
+            self.server.connections.discard(self.connection)
+            self.server.closed.notify_all()
         super().finish()
 
     def handle_one_request(self) -> None:

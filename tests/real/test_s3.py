@@ -149,8 +149,10 @@ class JobProcesses:
             return "reset" if killed.is_set() else None
 
         self._relay.rule = rule
-        process = self.start()
+        with lock:
+            process = self.start()
         code = self.end(process)
+        self._relay.drain()
         self._relay.rule = lambda request: None
         assert killed.is_set() or code == 0, self._log.read_text()
         return killed.is_set()

@@ -14,7 +14,6 @@ import datetime
 import decimal
 import enum
 import functools
-import json
 import math
 import pathlib
 import re
@@ -38,6 +37,7 @@ _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
+_NEVER_NAN = frozenset({str, int, bool, type(None)})
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
@@ -119,22 +119,22 @@ def is_plain(data: bytes) -> bool:
     return at < 0
 
 
-def _has_nan(fields: dict[str, object]) -> bool:
-    """Whether a null may stand for NaN or infinity. The standard library's encoder finds out; it is also in C."""
-    try:
-        json.dumps(fields, allow_nan=False, default=_ignored)
-    except ValueError:
-        return True
+def _has_nan(value: object) -> bool:
+    """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
+    if type(value) is not dict and type(value) is not list:
+        value = value if type(value) is InferenceResult else as_plain(value)
+        if isinstance(value, InferenceResult | Media):
+            value = _fields(value)
+        elif isinstance(value, float | complex):
+            return value - value != 0
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset):
+        return False
+    for item in value:
+        if type(item) not in _NEVER_NAN and _has_nan(item):
+            return True
     return False
-
-
-def _ignored(value: object) -> object:
-    plain = as_plain(value)
-    if plain is not value:
-        return plain
-    if isinstance(value, InferenceResult | Media):
-        return _fields(value)
-    return 0  # ``_Encoder`` has wrapped it
 
 
 def trim(data: bytes) -> bytes:

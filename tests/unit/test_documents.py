@@ -77,8 +77,8 @@ def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
     back += 1  # and can be written to
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan")])
-def test_what_json_would_turn_into_null_is_kept(value: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), {math.nan}, complex(0, math.inf)])
+def test_what_json_would_turn_into_null_is_kept(value: object) -> None:
     back = through({"x": [value, None]})["x"]
     assert repr(back) == repr([value, None])
 

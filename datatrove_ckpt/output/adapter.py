@@ -1,4 +1,4 @@
-"""The output of datatrove's default adapter, made without its deep copy.
+"""What datatrove's default adapter and ``DiskWriter.write`` do, without a deep copy, and without stats.
 
 ``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
 writer may change the dict it gets. A document that comes out of a journal has no other owner, and is read from there
@@ -26,6 +26,23 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
         writer.adapter = MethodType(_plain_adapter, writer)
         return decode_plain
     return decode
+
+
+def write_for(writer: DiskWriter) -> Callable[..., None]:
+    """The writer's ``write``; without its stats, if it is datatrove's own and files are not split by size.
+
+    The stats of a copy of a writer end with it, and cost as much as the rest.
+    """
+    if getattr(writer.write, "__func__", None) is not DiskWriter.write or writer.max_file_size > 0:
+        write: Callable[..., None] = writer.write
+        return write
+    fill, get_file, put, adapt = writer._get_output_filename, writer.output_mg.get_file, writer._write, writer.adapter
+
+    def plain_write(document: Document, **fields: object) -> None:
+        name = fill(document, **fields)
+        put(adapt(document), get_file(name), name)
+
+    return plain_write
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:  # Any: what a reader or a rollout gives

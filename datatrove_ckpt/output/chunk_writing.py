@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.adapter import decode_for
+from datatrove_ckpt.output.adapter import decode_for, write_for
 from datatrove_ckpt.output.arrow_types import NotUnited
 from datatrove_ckpt.output.column_fit import SCHEMA_ADVICE, RankColumns, warning
 from datatrove_ckpt.output.column_types import (
@@ -129,11 +129,12 @@ class ChunkWriting:
     ) -> None:
         chunk_field = self._names.chunk_field(chunk_index)
         finished = document = None
+        write = write_for(writer)
         try:
             for finished in documents:
                 document = None
                 document = self._decode(finished.document)
-                writer.write(document, rank=self._rank, chunk_index=chunk_field)
+                write(document, rank=self._rank, chunk_index=chunk_field)
             finished = None
             if types is not None and not types.schema().equals(writer.schema, check_metadata=True):
                 raise WrongGuess
@@ -175,7 +176,6 @@ class ChunkWriting:
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        fresh.stat_update = _no_stats
         if staged is not None:
             self._names.use_in(fresh)
         if schema is not None:
@@ -201,7 +201,3 @@ class _Decoded:
     def __iter__(self) -> Iterator[tuple[int, Document]]:
         for finished in self._documents:
             yield finished.ordinal, self._decode(finished.document)
-
-
-def _no_stats(*labels: str, **more: object) -> None:
-    """In place of ``stat_update``: a copy's stats end with it."""

@@ -85,7 +85,8 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
             raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
         return trim(orjson.dumps(wrap_deep(fields, other)))
     # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
-    if data.count(_TAG_BYTES) != encoder.wrapped or (b"null" in data and _has_nan(fields)):
+    at = _after_text(fields["text"])
+    if data.count(_TAG_BYTES, at) != encoder.wrapped or (data.find(b"null", at) >= 0 and _has_nan(fields)):
         return trim(orjson.dumps(wrap_deep(fields, other)))
     return trim(data)
 
@@ -110,10 +111,15 @@ def _id_of(document: Document) -> str:
     return safe_repr(getattr(document, "id", None))
 
 
-def is_plain(data: bytes) -> bool:
-    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
+def _after_text(text: object) -> int:
+    """Where to begin to search an encoded document: its text comes first, and is most of it."""
+    return len(text) if isinstance(text, str) else 0
+
+
+def is_plain(data: bytes, document: Document) -> bool:
+    """Whether the encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
     # A quote inside a string is escaped, so these bytes stand for wrapped values only.
-    at = data.find(_TAG_BYTES)
+    at = data.find(_TAG_BYTES, _after_text(document.text))
     while at >= 0 and data.startswith(_RESULT_BYTES, at):
         at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
     return at < 0
@@ -156,9 +162,7 @@ def decode_plain(data: bytes) -> Document:
 
 
 def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
-    fields = orjson.loads(data)
-    if _TAG_BYTES in data:
-        fields = _unwrap(fields, readers)
+    fields: Any = _unwrap(orjson.loads(data), readers)  # Any: parsed JSON
     if fields["media"]:
         fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
     return Document(**fields)

@@ -217,7 +217,7 @@ class Scheduler:
             if kept:
                 self._check_document(document, slot.chunk_index)
             data = encode(document) if kept else b"null"
-            if self._check_writable is not None and not is_plain(data):
+            if self._check_writable is not None and not is_plain(data, document):
                 await asyncio.to_thread(self._check_writable, data, source.id)
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:

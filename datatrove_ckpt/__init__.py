@@ -9,6 +9,7 @@ The names are imported at their first use. Some programs that we start are modul
 datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make each start a second slower.
 """
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -45,6 +46,9 @@ __all__ = [
     "ServerError",
 ]
 __version__ = "0.2.0.dev0"
+
+# numpy, which datatrove imports, starts a thread for each core, and each would spin for 0.1 s before it sleeps.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 
 def __getattr__(name: str) -> object:

@@ -66,3 +66,14 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "job.py"]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "datatrove_ckpt.config.inference_config.InferenceConfig" in checked.stdout
+
+
+def test_an_import_leaves_no_thread_that_spins() -> None:
+    """Those of numpy's OpenBLAS did, for 0.1 s on each other core. Needs Linux, and two cores to fail."""
+    ticks = (
+        "import os, time; from datatrove_ckpt import InferenceRunner; time.sleep(0.2); "
+        "stats = [open(f'/proc/self/task/{task}/stat').read().split() for task in os.listdir('/proc/self/task')]; "
+        "print(sum(int(stat[13]) for stat in stats if int(stat[0]) != os.getpid()))"
+    )
+    found = subprocess.run([sys.executable, "-c", ticks], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 2  # of 10 ms

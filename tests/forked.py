@@ -32,7 +32,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _STREAMS = ("p2cread", "c2pwrite", "errwrite")
 _NOT_SERVED = ("executable", "preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
 # Read by the interpreter and by C libraries, or found by going through all variables.
-_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "OPENBLAS_", "ARROW_", "FSSPEC_", "TQDM_")
+_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "OPENBLAS_NUM_", "ARROW_", "FSSPEC_", "TQDM_")
 _ABOUT_IMPORTS = re.compile(r"\bsys\.(modules|meta_path|flags)\b|importlib|__import__|builtins")
 _START = "import sys; sys.path.insert(0, {!r}); import forked; del sys.path[0]; forked.serve({})"
 _MODULES = """

@@ -68,6 +68,7 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
     assert "datatrove_ckpt.config.inference_config.InferenceConfig" in checked.stdout
 
 
+@pytest.mark.real_process
 def test_an_import_leaves_no_thread_that_spins() -> None:
     """Those of numpy's OpenBLAS did, for 0.1 s on each other core. Needs Linux, and two cores to fail."""
     ticks = (
@@ -76,4 +77,4 @@ def test_an_import_leaves_no_thread_that_spins() -> None:
         "print(sum(int(stat[13]) for stat in stats if int(stat[0]) != os.getpid()))"
     )
     found = subprocess.run([sys.executable, "-c", ticks], capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 2  # of 10 ms
+    assert int(found.stdout) == 0  # of 10 ms

@@ -3,7 +3,8 @@
 Plain JSON values are written as they are. Any other value is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
 decimals, numpy scalars and arrays, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's
 dict with a "$py" key is wrapped, too, so it cannot be mistaken for a wrapper. Tuples come back as lists, as with any
-JSON. Pickle would keep more types, but loading it could run code that somebody put into the folder.
+JSON. Pickle would keep more types, but loading it could run code that somebody put into the folder. A usual finished
+document needs no wrapper: see ``encode_finished``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pathlib
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -35,6 +37,9 @@ _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
+_RESULTS = "$results"
+_RESULTS_BYTES = b',"$results":"'
+_RESULTS_END = b'"}'  # where others end with their metadata, so with two braces
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
@@ -68,6 +73,29 @@ def encode(document: Document) -> bytes:
             "and the steps before it, may use JSON values, dates, bytes and numpy values. What else the document held "
             "as it was read, such as an image, the rollout must remove before it returns."
         ) from error
+
+
+def encode_finished(document: Document, key: str) -> bytes:
+    """Like ``encode``, but a usual document becomes what ``JsonlWriter`` writes of it, byte for byte: see ``line_of``.
+
+    Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its metadata. They become
+    plain objects, and a last field, "$results", names the key.
+    """
+    text, results = document.text, document.metadata[key]
+    if text and document.id and document.media == [] and {*map(type, results)} == _ONLY_RESULTS:
+        encoder = _ResultEncoder()
+        fields = {"text": text, "id": document.id, "metadata": document.metadata, _RESULTS: key}
+        with suppress(orjson.JSONEncodeError, TypeError):
+            data, at = orjson.dumps(fields, default=encoder.write, option=_OPTIONS), len(text)
+            is_exact = data.count(b"null", at) == encoder.nulls or not _has_nan(fields)
+            if encoder.written == len(results) and is_exact and data.find(_TAG_BYTES, at) < 0:
+                return trim(data)
+    return encode(document)
+
+
+def line_of(data: bytes) -> bytes | None:
+    """The line that ``JsonlWriter`` writes of an encoded document, if that is known without parsing it."""
+    return data[: data.rindex(_RESULTS_BYTES)] + b"}\n" if data.endswith(_RESULTS_END) else None
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:
@@ -116,10 +144,12 @@ def _after_text(text: object) -> int:
     return len(text) if isinstance(text, str) else 0
 
 
-def is_plain(data: bytes, document: Document) -> bool:
-    """Whether the encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
+def is_plain(data: bytes) -> bool:
+    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
+    if data.endswith(_RESULTS_END):
+        return True
     # A quote inside a string is escaped, so these bytes stand for wrapped values only.
-    at = data.find(_TAG_BYTES, _after_text(document.text))
+    at = data.find(_TAG_BYTES)
     while at >= 0 and data.startswith(_RESULT_BYTES, at):
         at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
     return at < 0
@@ -149,7 +179,7 @@ def trim(data: bytes) -> bytes:
 
 
 def decode(data: bytes) -> Document:
-    """The document that ``encode`` converted."""
+    """The document that ``encode`` or ``encode_finished`` converted."""
     return _decoded(data, _READERS)
 
 
@@ -162,8 +192,13 @@ def decode_plain(data: bytes) -> Document:
 
 
 def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
-    fields: Any = _unwrap(orjson.loads(data), readers)  # Any: parsed JSON
-    if fields["media"]:
+    fields: Any = orjson.loads(data)  # Any: parsed JSON
+    key = fields.pop(_RESULTS, None)
+    if key is not None:
+        fields["metadata"][key] = [readers["result"](result) for result in fields["metadata"][key]]
+    else:
+        fields = _unwrap(fields, readers)
+    if fields.get("media"):
         fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
     return Document(**fields)
 
@@ -235,6 +270,7 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("frozenset", frozenset, _elements, frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
+_ONLY_RESULTS = {InferenceResult}
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
@@ -262,6 +298,24 @@ class _Encoder:
             return self._other(value)
         self.wrapped += 1
         return wrapped
+
+
+class _ResultEncoder:
+    """orjson's ``default`` hook for InferenceResults only, which counts them, and the nulls that it knows of."""
+
+    __slots__ = ("nulls", "written")
+
+    def __init__(self) -> None:
+        self.written = self.nulls = 0
+
+    def write(self, value: Any) -> object:  # Any: of orjson
+        if type(value) is not InferenceResult:
+            raise NoForm
+        fields = _fields(value)
+        self.written += 1
+        usage = value.usage
+        self.nulls += [*fields.values(), *(usage.values() if type(usage) is dict else ())].count(None)
+        return fields
 
 
 def _refuse(value: object) -> NoReturn:

@@ -10,6 +10,7 @@ it refuses a newer one before it reads anything else, and names the release (``w
                                checksums of answers, which 0.1.0 takes for damage
     3       0.2.0              a checksum in front of run.json, job.json, shard.json and shares.json, which earlier
                                builds of 0.2.0 take for a setting
+    4       0.2.0              results without a wrapper in journals (``documents.encode_finished``)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.forks import FORKED
 from datatrove_ckpt.errors import VersionMismatch
 
-FORMAT = 3
+FORMAT = 4
 """What this version writes."""
 SEALED_FORMATS = range(3, FORMAT + 1)
 """``run.json`` and ``job.json`` of these have a checksum."""

@@ -21,7 +21,7 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.documents import encode, is_plain
+from datatrove_ckpt.documents import encode_finished, is_plain
 from datatrove_ckpt.errors import causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
@@ -216,8 +216,8 @@ class Scheduler:
             document.metadata[self._metadata_key] = kept
             if kept:
                 self._check_document(document, slot.chunk_index)
-            data = encode(document) if kept else b"null"
-            if self._check_writable is not None and not is_plain(data, document):
+            data = encode_finished(document, self._metadata_key) if kept else b"null"
+            if self._check_writable is not None and not is_plain(data):
                 await asyncio.to_thread(self._check_writable, data, source.id)
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:

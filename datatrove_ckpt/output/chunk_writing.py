@@ -127,14 +127,11 @@ class ChunkWriting:
         writer: DiskWriter,
         types: ColumnTypes | None = None,
     ) -> None:
-        chunk_field = self._names.chunk_field(chunk_index)
-        finished = document = None
-        write = write_for(writer)
+        write = write_for(writer, self._decode, rank=self._rank, chunk_index=self._names.chunk_field(chunk_index))
+        finished = None
         try:
             for finished in documents:
-                document = None
-                document = self._decode(finished.document)
-                write(document, rank=self._rank, chunk_index=chunk_field)
+                write(finished.document)
             finished = None
             if types is not None and not types.schema().equals(writer.schema, check_metadata=True):
                 raise WrongGuess
@@ -143,7 +140,7 @@ class ChunkWriting:
         except CkptError:
             raise
         except Exception as error:
-            raise _NotWritten(finished, document) from error
+            raise _NotWritten(finished) from error
 
     def _failure(
         self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, Any]
@@ -162,7 +159,9 @@ class ChunkWriting:
                 f"Chunk {chunk_index} could not be written by {kind}: {type(cause).__name__}: {cause}. Its journal is "
                 "kept: fix the writer and run the same command again (new code of it needs accept_changes=True)."
             )
-        name = repr(error.document.id) if error.document else "(unreadable)"
+        name = "(unreadable)"
+        with suppress(Exception):
+            name = repr(decode(error.finished.document).id)
         return OutputFailed(
             f"Document {name} (number {error.finished.ordinal} of this rank) could not be written by {kind}: "
             f"{type(cause).__name__}: {cause}. Its chunk's journal is kept: fix the writer (its adapter, its schema) "
@@ -186,9 +185,9 @@ class ChunkWriting:
 class _NotWritten(Exception):
     """With the cause as ``__cause__``, and the document that was being written, if it was one."""
 
-    def __init__(self, finished: Finished | None = None, document: Document | None = None) -> None:
+    def __init__(self, finished: Finished | None = None) -> None:
         super().__init__()
-        self.finished, self.document = finished, document
+        self.finished = finished
 
 
 class _Decoded:

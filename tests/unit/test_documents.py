@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import io
 import math
 import tracemalloc
 from pathlib import Path
@@ -20,7 +21,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.documents import decode, decode_plain, encode, fingerprint
+from datatrove_ckpt.documents import decode, decode_plain, encode, encode_finished, fingerprint, is_plain, line_of
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.adapter import decode_for
 
@@ -104,15 +105,16 @@ def test_media_come_back_as_media() -> None:
     assert decode(encode(document)) == document
 
 
+texts = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")) | st.just("$py"), inner),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts | st.just("$py"), inner),
     max_leaves=20,
 )
 
 
 @settings(max_examples=30)
-@given(st.text(st.characters(codec="utf-8")), st.dictionaries(st.text(st.characters(codec="utf-8")), plain))
+@given(texts, st.dictionaries(texts, plain))
 def test_any_plain_document_comes_back_equal(text: str, metadata: dict[str, Any]) -> None:
     document = Document(text, "id", metadata=metadata)
     assert decode(encode(document)) == document
@@ -181,6 +183,65 @@ def test_it_returns_what_the_default_one_returns(
     given = writer.adapter(decode_plain(data))
     assert repr(given) == repr(expected)  # also the order of keys and the types of values
     assert writer.adapter.__func__ is not DiskWriter._default_adapter
+
+
+KEY = "rollout_results"
+results = st.builds(InferenceResult, texts, st.none() | st.just("stop"), st.dictionaries(texts, plain), st.none())
+USUAL = [
+    RESULT,
+    InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
+    InferenceResult("$results", "stop", {}),
+]
+UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, media
+    "NaN in the usage": ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),
+    "NaN for a null": ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),
+    "another result": ("t", "i", [RESULT, {"text": "a dict"}], {}, []),
+    "a result elsewhere": ("t", "i", [{"text": "a dict"}], {"x": RESULT}, []),
+    "a result twice": ("t", "i", USUAL, {"x": RESULT}, []),
+    "a key of ours": ("t", "i", USUAL, {"$py": ["result", {}]}, []),
+    "a date": ("t", "i", USUAL, {"date": NOW}, []),
+    "a large number": ("t", "i", USUAL, {"n": 2**70}, []),
+    "no text": ("", "i", USUAL, {}, []),
+    "no id": ("t", "", USUAL, {}, []),
+    "media": ("t", "i", USUAL, {}, [Media("m", 0, "u")]),
+}
+
+
+def finished_document(text: str, id: str, found: list[Any], metadata: dict[str, Any], media: list[Media]) -> Document:
+    return Document(text, id, media, metadata | {KEY: found})
+
+
+def check_finished(document: Document) -> bytes:
+    """It comes back as it was, and the line that is known of it is that of datatrove's writer."""
+    data = encode_finished(document, KEY)
+    back = decode(data)
+    assert repr(back) == repr(decode(encode(document)))
+    assert repr(decode_plain(data)) == repr(decode_plain(encode(document)))
+    if (line := line_of(data)) is not None:
+        written = io.BytesIO()
+        writer = JsonlWriter("unused", "${rank}", None)
+        writer._write(writer.adapter(document), written, "")
+        assert line == written.getvalue()
+        assert is_plain(data)
+    return data
+
+
+@settings(max_examples=60)
+@given(texts, st.lists(results), st.dictionaries(texts | st.just("$py"), plain))
+def test_the_line_of_a_finished_document_is_what_the_writer_writes(
+    text: str, found: list[InferenceResult], metadata: dict[str, Any]
+) -> None:
+    check_finished(finished_document(text, "id", found, metadata, []))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"none": None, "$results": "x", "text": 'of ,"$results":"y"}'}])
+def test_of_a_usual_document_the_line_is_known(metadata: dict[str, Any]) -> None:
+    assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_of_any_other_document_it_is_not(name: str) -> None:
+    assert line_of(check_finished(finished_document(*UNUSUAL[name]))) is None
 
 
 def test_other_adapters_are_left_alone(tmp_path: Path) -> None:

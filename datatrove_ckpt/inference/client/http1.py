@@ -102,9 +102,11 @@ class ResponseParser:
             RemoteProtocolError: the bytes are not a response, or the response exceeds a limit.
         """
         builder = self._builder
-        if not self._received_bytes and (head := _USUAL_HEAD.match(data)) and len(data) == head.end() + int(head[1]):
-            builder.status, builder.body, builder.reusable = 200, data[head.end() :], True
-            return True
+        if not self._received_bytes and (head := _USUAL_HEAD.match(data)):
+            size = int(head[1])
+            if size <= MAX_BODY_BYTES and head.end() + size == len(data):
+                builder.status, builder.body, builder.reusable = 200, data[head.end() :], True
+                return True
         self._received_bytes += len(data)
         if self._start is not None:
             data = self._skip_interim(self._start, data)

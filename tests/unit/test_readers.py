@@ -41,6 +41,7 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
+from tests.unit.tables import write_table
 
 ODD_LINES = [
     b'{"text": "plain", "id": "own id", "lang": "en"}\n',
@@ -126,19 +127,15 @@ def write(folder: Path, kind: str) -> None:
 
 
 def reader(folder: Any, kind: str, **options: Any) -> SeekingReader:
-    if kind.startswith("jsonl"):
-        return JsonlReader(folder, **options)
-    if kind == "parquet":
-        return ParquetReader(folder, **{"batch_size": 4} | options)
-    return IpcReader(folder, **options)  # what is a stream is seen
+    usual: dict[str, Any] = {"batch_size": 4} if kind == "parquet" else {}
+    classes: dict[str, Any] = {"jsonl": JsonlReader, "parquet": ParquetReader}
+    return classes.get(kind.split()[0], IpcReader)(folder, **usual | options)
 
 
 def original(folder: Any, kind: str, **options: Any) -> Any:
-    if kind.startswith("jsonl"):
-        return OriginalJsonl(folder, **options)
-    if kind == "parquet":
-        return OriginalParquet(folder, **{"batch_size": 4} | options)
-    return OriginalIpc(folder, stream=kind == "arrows", **options)
+    usual = {"parquet": {"batch_size": 4}, "arrows": {"stream": True}}.get(kind, {})
+    classes = {"jsonl": OriginalJsonl, "parquet": OriginalParquet}
+    return classes.get(kind.split()[0], OriginalIpc)(folder, **usual | options)
 
 
 KINDS = ["jsonl", "jsonl gzip", "jsonl zstd", "parquet", "arrow", "arrows"]
@@ -253,27 +250,37 @@ def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp
     "options",
     [
         {},
-        {"shuffle_seed": 4, "skip": 1, "limit": 11},
-        pytest.param({"limit": 9, "skip": 4}, marks=pytest.mark.slow),
-        pytest.param({"shuffle_seed": 3}, marks=pytest.mark.slow),
+        {"shuffle_seed": 5, "skip": 3, "limit": 11},
+        pytest.param({"limit": 11, "skip": 3}, marks=pytest.mark.slow),
+        pytest.param({"shuffle_seed": 5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("_blocks")
-def test_the_rest_is_the_same_after_a_stop_after_each_document(
+def test_the_rest_is_the_same_after_a_stop_after_each_document_and_shards_are_the_whole(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
+    def read(shard: tuple[int, int] | None, state: Any = None) -> list[Any]:
+        one = reader(tmp_path.as_posix(), kind, **options)
+        if state is not None:
+            one.load_state_dict(state)
+        return list(one.shard(*shard) if shard else one.run())
+
     write(tmp_path, kind)
-    documents = list(reader(tmp_path.as_posix(), kind, **options).run())
-    assert len(documents) > 8
-    positions = [document.position for document in documents]
-    assert all(before < after for before, after in itertools.pairwise(positions))
-    for done, document in enumerate(documents, start=1):
-        fresh = reader(tmp_path.as_posix(), kind, **options)
-        fresh.load_state_dict(state_of(document))
-        rest = list(fresh.run())
-        assert plain(rest) == plain(documents[done:])
-        assert [state_of(later) for later in rest] == [state_of(later) for later in documents[done:]]
+    whole = read(None)
+    assert len(whole) > 8
+    for shards in ([None], *([(index, count) for index in range(count)] for count in (1, 3, 7))):
+        texts = []
+        for shard in shards:
+            documents = read(shard)
+            texts += [document.text for document in documents]
+            positions = [document.position for document in documents]
+            assert all(before < after for before, after in itertools.pairwise(positions))
+            for done, document in enumerate(documents, start=1):
+                rest = read(shard, state_of(document))
+                assert plain(rest) == plain(documents[done:])
+                assert [state_of(later) for later in rest] == [state_of(later) for later in documents[done:]]
+        assert sorted(texts) == sorted(document.text for document in whole)
 
 
 @pytest.mark.matrix
@@ -307,34 +314,6 @@ def test_of_a_large_shuffled_row_group_few_rows_are_held(
     done = done * len(whole) // 4000
     assert plain(documents(state_of(whole[done]))) == plain(whole[done + 1 :])
     assert sum(held) == len(whole) - done - 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("seed", "ends"),
-    [
-        (5, {"skip": 3, "limit": 11}),
-        pytest.param(None, {"skip": 3, "limit": 11}, marks=pytest.mark.slow),
-        pytest.param(None, {}, marks=pytest.mark.slow),
-        pytest.param(5, {}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.usefixtures("_blocks")
-def test_shards_are_the_whole_and_resume_from_every_position(
-    tmp_path: Path, kind: str, seed: int | None, ends: dict[str, int]
-) -> None:
-    write(tmp_path, kind)
-    whole = sorted(document.text for document in reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends).run())
-    for count in (1, 3, 7):
-        texts = []
-        for index in range(count):
-            documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends).shard(index, count))
-            texts += [document.text for document in documents]
-            for done, document in enumerate(documents, start=1):
-                fresh = reader(tmp_path.as_posix(), kind, shuffle_seed=seed, **ends)
-                fresh.load_state_dict(state_of(document))
-                assert plain(fresh.shard(index, count)) == plain(documents[done:])
-        assert sorted(texts) == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -406,13 +385,7 @@ class Counted:
 def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(0)
     texts = [chance.randbytes(200).hex() for _ in range(4000)]
-    if kind == "jsonl":
-        (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-    elif kind == "parquet":
-        pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=200)
-    else:
-        with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string())])) as writer:
-            writer.write_table(pa.table({"text": texts}), max_chunksize=200)
+    write_table(tmp_path / f"a.{kind}", pa.table({"text": texts}), 200)
     *_, before_last, _last = reader(tmp_path.as_posix(), kind).run()
     ours = reader(tmp_path.as_posix(), kind)
     ours.load_state_dict(state_of(before_last))

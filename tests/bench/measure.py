@@ -65,9 +65,9 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, packa
     subprocess.run(["sync"], check=True)
     command = [sys.executable, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
-    before = _cpu_of_children()
+    before = cpu_of_children()
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    whole = _cpu_of_children() - before
+    whole = cpu_of_children() - before
     if process.returncode:
         raise SystemExit(f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}")
     result: Result = json.loads(process.stdout.splitlines()[-1])
@@ -88,7 +88,7 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, packa
     }
 
 
-def _cpu_of_children() -> float:
+def cpu_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -80,12 +80,17 @@ def question(prompt: str, text: str, attempt: int, answer: str = "nothing") -> d
     return {"messages": [{"role": "user", "content": f"{prompt} {text} {attempt} {answer}"}]}
 
 
+def _words(content: str) -> list[str]:
+    """Prompt, kind, hardness, number, attempt, answer."""
+    return content.split(maxsplit=5)
+
+
 def refuse(payload: dict[str, Any], times: int) -> int | None:
     if FAULTS.answers_left is not None:
         FAULTS.answers_left -= 1
         if FAULTS.answers_left < 0:
             return 401
-    _, kind, hardness, _, attempt, answer = payload["messages"][-1]["content"].split(maxsplit=5)
+    _, kind, hardness, _, attempt, answer = _words(payload["messages"][-1]["content"])
     return 400 if kind == "rejected" and answer != "nothing" and int(attempt) <= int(hardness) else None
 
 
@@ -319,7 +324,8 @@ class JobMachine(RuleBasedStateMachine):
         done = self._finished_on_disk()
         self.server.asked.clear()
         self._before(way)
-        with disk_in_place(disk), groups_of(way.group):
+        with disk_in_place(disk), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "MAX_GROUP", way.group)
             try:
                 self._step(way, **changes).run([] if way.retry else self._read(way))
                 returned = True
@@ -331,7 +337,7 @@ class JobMachine(RuleBasedStateMachine):
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
         self.count["requests"] += self.server.asked.total()
-        asked = {attempt_of(content) for content in self.server.asked}
+        asked = {(int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)}
         assert not asked & done, f"re-requested what was finished: {asked & done}"
         if not way.retry:
             self.last_completed = returned
@@ -530,11 +536,6 @@ class JobMachine(RuleBasedStateMachine):
         assert mine == outputs(easy / "output")
 
 
-def attempt_of(content: str) -> Attempt:
-    _, _, _, number, attempt, _ = content.split(maxsplit=5)
-    return int(number), int(attempt)
-
-
 @contextmanager
 def fault(raising: str | None = None, answers_left: int | None = None) -> Iterator[None]:
     FAULTS.answers_left = answers_left
@@ -545,16 +546,6 @@ def fault(raising: str | None = None, answers_left: int | None = None) -> Iterat
             yield
     finally:
         FAULTS.answers_left = None
-
-
-@contextmanager
-def groups_of(number: int) -> Iterator[None]:
-    """So many items does the storage thread write at once, at most."""
-    before, storage.MAX_GROUP = storage.MAX_GROUP, number
-    try:
-        yield
-    finally:
-        storage.MAX_GROUP = before
 
 
 @pytest.mark.timeout(1800)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -91,13 +92,16 @@ def test_documents_and_resumes_are_those_of_datatrove(kind: str, streaming: bool
                 assert_resumes_everywhere(options, documents, rank, tasks, 1 if kind == "parquet" else 7)
 
 
-def test_ranks_share_a_single_file_by_its_rows(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet", (50,)), "parquet", streaming=True)
-    for rank in range(3):
-        documents = read(HuggingFaceDatasetReader, options, rank, 3)
-        assert documents == read(Original, options, rank, 3)
-        assert documents
-        assert_resumes_everywhere(options, documents, rank, 3)
+@pytest.mark.parametrize(("sizes", "tasks"), [((50,), 3), (SIZES, 4)])
+def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_documents(
+    tmp_path: Path, sizes: tuple[int, ...], tasks: int
+) -> None:
+    options = arguments(write(tmp_path / "in", "parquet", sizes), "parquet", streaming=True)
+    for rank in range(tasks):
+        documents = read(HuggingFaceDatasetReader, options, rank, tasks)
+        assert documents == read(Original, options, rank, tasks)
+        assert bool(documents) == (rank < 3)
+        assert_resumes_everywhere(options, documents, rank, tasks)
 
 
 def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
@@ -218,11 +222,6 @@ def test_shards_without_rows(tmp_path: Path) -> None:
     numbers = [document.metadata["number"] for document in documents]
     assert numbers == [n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7]
     assert_resumes_everywhere(options, documents, 0, 1)
-
-
-def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
-    assert read(HuggingFaceDatasetReader, options, 3, 4) == read(Original, options, 3, 4) == []
 
 
 @pytest.mark.matrix
@@ -427,42 +426,35 @@ class Answer(Exception):
         self.response = type("Response", (), {"status_code": status, "headers": {"retry-after": advice}})
 
 
-def test_transient_errors_are_repeated_as_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def retried(errors: Iterator[Exception], patch: pytest.MonkeyPatch) -> tuple[list[float], object]:
+    """The waits for a call that raises these errors in turn, and then the error that came out of it, or "done"."""
     waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-    errors: list[Exception] = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
+    patch.setattr(retries, "_sleep", waits.append)
 
     def call() -> str:
-        if errors:
-            raise errors.pop(0)
+        for error in errors:
+            raise error
         return "done"
 
-    assert retries.retrying(call, "a file") == "done"
-    assert len(waits) == 4
-    assert waits[2] == 1800
+    try:
+        return waits, retries.retrying(call, "a file")
+    except Exception as error:
+        return waits, error
+
+
+def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
+    waits, done = retried(iter(errors), monkeypatch)
+    assert (len(waits), waits[2], done) == (4, 1800, "done")
+    outage = Answer(503)
+    waits, error = retried(itertools.repeat(outage), monkeypatch)
+    assert error is outage
+    assert 500 < sum(waits) <= 600
 
 
 @pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
 def test_errors_that_stay_are_raised_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "_sleep", lambda seconds: pytest.fail("waited"))
-
-    def call() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        retries.retrying(call, "a file")
-
-
-def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-
-    def call() -> None:
-        raise Answer(503)
-
-    with pytest.raises(Answer):
-        retries.retrying(call, "a file")
-    assert 500 < sum(waits) <= 600
+    assert retried(iter([error]), monkeypatch) == ([], error)
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

@@ -110,10 +110,12 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(tmp_path: Path) -> None:
+def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):
-        list(ParquetReader(tmp_path.as_posix()).run())
+        texts(ParquetReader(str(tmp_path)))
+    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
+        texts(JsonlReader(str(tmp_path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n'])
@@ -152,12 +154,6 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
         list(JsonlReader(str(tmp_path)).run())
     (tmp_path / "b.jsonl").unlink()
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
-
-
-def test_a_table_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
-        texts(JsonlReader(str(tmp_path)))
 
 
 def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import io
 import itertools
 import json
 import os
@@ -360,27 +361,6 @@ def test_it_works_on_any_file_system_of_fsspec(tmp_path: Path, kind: str) -> Non
     memory.rm(f"/{tmp_path.name}", recursive=True)
 
 
-class Counted:
-    """A file that records how much of it is read."""
-
-    def __init__(self, file: Any, read: list[int]) -> None:
-        self._file, self._read = file, read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> Counted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read(self, *args: Any) -> Any:
-        data = self._file.read(*args)
-        self._read.append(len(data))
-        return data
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(0)
@@ -390,8 +370,14 @@ def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, m
     ours = reader(tmp_path.as_posix(), kind)
     ours.load_state_dict(state_of(before_last))
     read: list[int] = []
-    open_file = DataFolder.open
-    monkeypatch.setattr(DataFolder, "open", lambda *args, **options: Counted(open_file(*args, **options), read))
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size) or b""
+            read.append(len(data))
+            return data
+
+    monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode, **options: Counted(tmp_path / name))
     if kind == "arrow":  # a local file is mapped into memory, where nobody counts
         monkeypatch.setattr(DataFolder, "is_local", lambda self: False)
     assert [document.text for document in ours.run()] == texts[-1:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -15,8 +16,8 @@ import time
 from pathlib import Path
 
 from tests.bench import tables
-from tests.bench.measure import ROOT, cpu_of_children, mock_server, table
-from tests.bench.systems import ask
+from tests.bench.measure import ROOT, mock_server, table
+from tests.bench.systems import ask, cpu_seconds
 
 _MISTAKE = """\
 executor:
@@ -48,10 +49,10 @@ SYSTEMS = ("ours", "datatrove")
 
 def cpu(code: str, folder: str) -> float:
     """CPU seconds of a Python program."""
-    before = cpu_of_children()
+    before = cpu_seconds(resource.RUSAGE_CHILDREN)
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     subprocess.run([sys.executable, "-c", path + code], cwd=folder, capture_output=True, check=False)
-    return cpu_of_children() - before
+    return cpu_seconds(resource.RUSAGE_CHILDREN) - before
 
 
 def run_tasks(system: str, url: str, tasks: int) -> None:

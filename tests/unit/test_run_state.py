@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from datatrove_ckpt.checkpoint.commit_sums import sum_commits
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.maintenance import read_state
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
@@ -401,34 +400,27 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     assert rank.unfinished == counts(6)
 
 
-IN_SEVERAL_PROCESSES = """
-import os, sys
-from pathlib import Path
-from datatrove_ckpt.maintenance import read_state
-from datatrove_ckpt.maintenance.where import Place
+PARENT, _read_some = os.getpid(), read_state._read_some
 
-def read_elsewhere(tasks):
-    assert os.getpid() != parent
-    return read_some(tasks)
 
-place = Place(sys.argv[1], Path(sys.argv[1]), sys.argv[1])
-alone = read_state.read_run_state(place, 0.0)
-os.sched_getaffinity = lambda pid: {0, 1}
-parent, read_some, read_state._read_some = os.getpid(), read_state._read_some, read_elsewhere
-read_state._MANY = read_state._PART = 2
-together = read_state.read_run_state(place, 0.0)
-assert together.ranks == alone.ranks and len(alone.ranks) == 5
-assert together.totals == alone.totals
-"""
+def read_elsewhere(tasks: Any) -> list[RankState]:
+    assert os.getpid() != PARENT
+    return _read_some(tasks)
 
 
 @pytest.mark.slow
-def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path) -> None:
+def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         history = [start(T), minute(T, 26), failed(T + 1, "x")]
         write_rank(tmp_path, number, history, chunks=number, letters=[("E", "x")] if number else [])
-    # In a process with one thread, because it forks.
-    subprocess.run([sys.executable, "-c", IN_SEVERAL_PROCESSES, str(tmp_path)], check=True)
+    alone = read(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # those of pytest do no harm
+    for name, value in (("_MANY", 2), ("_PART", 2), ("_read_some", read_elsewhere)):
+        monkeypatch.setattr(read_state, name, value)
+    together = read(tmp_path)
+    assert len(alone.ranks) == 5
+    assert (together.ranks, together.totals) == (alone.ranks, alone.totals)
 
 
 # commits -------------------------------------------------------------------------------------------------------------

@@ -226,12 +226,8 @@ async def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest
 
     async with leased_gpus(config(replicas=2, tp=2)) as leases:
         assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_too_few_gpus_are_counted_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"):
-        asyncio.run(gpus(replicas=3, tp=2))
+        await gpus(replicas=3, tp=2)
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -647,19 +647,11 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
         assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
 
 
-URL_OF_ERROR = "http://host/?code=hush"
-
-
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (aiohttp.ConnectionTimeoutError(f"Connection timeout to host {URL_OF_ERROR}"), ""),
-        (aiohttp.ClientOSError(32, f"Can not write request body for {URL_OF_ERROR}"), "Broken pipe"),
-        (OSError(5, "a broken cable"), "[Errno 5] a broken cable"),
-    ],
-)
-def test_of_an_error_all_but_the_url_is_shown(error: Exception, shown: str) -> None:
-    assert over_aiohttp.redacted_error(error) == shown
+def test_of_an_error_all_but_the_url_is_shown() -> None:
+    shown, url = over_aiohttp.redacted_error, "http://host/?code=hush"
+    assert shown(aiohttp.ConnectionTimeoutError(f"Connection timeout to host {url}")) == ""
+    assert shown(aiohttp.ClientOSError(32, f"Can not write request body for {url}")) == "Broken pipe"
+    assert shown(OSError(5, "a broken cable")) == "[Errno 5] a broken cable"
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:

@@ -220,12 +220,10 @@ def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves
     ],
 )
 def test_the_nodes_of_a_task_are_those_that_datatrove_names(
-    rank: str | None, hosts: str | None, expected: Nodes, monkeypatch: pytest.MonkeyPatch
+    rank: str, hosts: str, expected: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("DATATROVE_NODE_RANK", rank), ("DATATROVE_NODE_IPS", hosts)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DATATROVE_NODE_RANK", rank)
+    monkeypatch.setenv("DATATROVE_NODE_IPS", hosts)
     assert Nodes.from_environment() == expected
 
 

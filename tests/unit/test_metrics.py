@@ -160,19 +160,13 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: 
         MonitoringConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "output", "name"),
-    [
-        ("/a/books/checkpoints", "/a/books/output", "books"),
-        ("/a/books", "", "books"),
-        ("/checkpoints", "", "checkpoints"),
-        (None, "s3://bucket/books/", "books"),
-    ],
-)
-def test_a_run_is_named_after_its_folder(checkpoints: str | None, output: str, name: str) -> None:
-    given = None if checkpoints is None else Path(checkpoints)
-    assert MonitoringConfig().name_of_run(given, output) == name
-    assert MonitoringConfig(run_name="mine").name_of_run(given, output) == "mine"
+def test_a_run_is_named_after_its_folder() -> None:
+    name_of_run = MonitoringConfig().name_of_run
+    assert name_of_run(Path("/a/books/checkpoints"), "/a/books/output") == "books"
+    assert name_of_run(Path("/a/books"), "") == "books"
+    assert name_of_run(Path("/checkpoints"), "") == "checkpoints"
+    assert name_of_run(None, "s3://bucket/books/") == "books"
+    assert MonitoringConfig(run_name="mine").name_of_run(Path("/a/books"), "") == "mine"
 
 
 # the file ------------------------------------------------------------------------------------------------------------

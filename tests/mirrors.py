@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +121,26 @@ def up_to(question: str, number: int = 6) -> Counter[str]:
 
 
 def answered(rank: Path) -> Counter[str]:
-    """What is answered according to a rank's folder: in commits, journals and the request cache."""
-    done: set[int] = set()
-    for commit in read_commits(rank / "commits.jsonl").values():
-        done.update(range(commit.first_ordinal, commit.next_ordinal))
-    for path in rank.glob("chunk_*.jsonl"):
-        done.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
-    found = {f"text {ordinal}{end}" for ordinal in done for end in ("", " again")}
-    if (rank / "replay.sqlite3").exists():
-        rows = Counter(row[0] for row in read_rows(rank / "replay.sqlite3"))
-        found.update(f"text {ordinal}" for ordinal in rows)
-        found.update(f"text {ordinal} again" for ordinal, number in rows.items() if number == 2)
+    """What is answered according to a rank's folder."""
+    finished, cached = known_ordinals(rank)
+    found = {f"text {ordinal}{end}" for ordinal in finished for end in ("", " again")}
+    found.update(f"text {ordinal}" for ordinal in cached)
+    found.update(f"text {ordinal} again" for ordinal, number in cached.items() if number == 2)
     return Counter(found)
+
+
+def known_ordinals(rank: Path) -> tuple[set[int], Counter[int]]:
+    """The documents that commits and journals hold, and of how many answers of each the request cache knows."""
+    finished: set[int] = set()
+    for commit in read_commits(rank / "commits.jsonl").values():
+        finished.update(range(commit.first_ordinal, commit.next_ordinal))
+    for path in rank.glob("chunk_*.jsonl"):
+        finished.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
+    cache, cached = rank / "replay.sqlite3", Counter[int]()
+    if cache.exists():
+        with suppress(sqlite3.OperationalError):  # killed before there was a table
+            cached.update(row[0] for row in read_rows(cache))
+    return finished, cached
 
 
 def read_rows(path: Path) -> list[tuple[Any, ...]]:

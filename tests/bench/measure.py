@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.bench.systems import Run
+from tests.bench.systems import Run, cpu_seconds
 from tests.bench.tables import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +65,9 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, packa
     subprocess.run(["sync"], check=True)
     command = [sys.executable, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
-    before = _cpu_of_children()
+    before = cpu_seconds(resource.RUSAGE_CHILDREN)
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    whole = _cpu_of_children() - before
+    whole = cpu_seconds(resource.RUSAGE_CHILDREN) - before
     if process.returncode:
         raise SystemExit(f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}")
     result: Result = json.loads(process.stdout.splitlines()[-1])
@@ -86,11 +86,6 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, packa
         "lost": documents - counts["requests"],
         "counted_right": counts["by_times_asked"] == {"1": documents},
     }
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def clear(run: Run) -> None:

@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from tests.bench import tables
 from tests.bench.measure import ROOT, mock_server, table
+from tests.bench.systems import ask, cpu_seconds
 
 _MISTAKE = """\
 executor:
@@ -47,17 +47,12 @@ STARTS = {
 SYSTEMS = ("ours", "datatrove")
 
 
-async def ask(document: Any, generate: Any) -> Any:
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-
 def cpu(code: str, folder: str) -> float:
     """CPU seconds of a Python program."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_seconds(resource.RUSAGE_CHILDREN)
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     subprocess.run([sys.executable, "-c", path + code], cwd=folder, capture_output=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_seconds(resource.RUSAGE_CHILDREN) - before
 
 
 def run_tasks(system: str, url: str, tasks: int) -> None:
@@ -82,21 +77,12 @@ def run_tasks(system: str, url: str, tasks: int) -> None:
 
 def seconds(system: str, url: str, tasks: int) -> float:
     """Wall seconds of the job."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = f"--system={system}", f"--url={url}", f"--tasks={tasks}"
+    command = [sys.executable, "-m", "tests.bench.start", *options]
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--system",
-            system,
-            "--url",
-            url,
-            "--tasks",
-            str(tasks),
-        ]
         started = time.monotonic()
-        subprocess.run(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True
-        )
+        subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
         took = time.monotonic() - started
         found = len(list(Path(folder, "output").glob("*.jsonl")))
         assert found == tasks, f"{system}: {found} of {tasks} files"

@@ -207,6 +207,11 @@ SYSTEMS = {
 }
 
 
+def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
 def highest_memory() -> float:
     """MB. Of this program; ``ru_maxrss`` may be that of the process it was forked from."""
     with open("/proc/self/status") as file:  # noqa: PTH123
@@ -234,16 +239,16 @@ def main() -> None:
         from tests.bench.loop_watch import watched
 
         work = watched(work, health)
-    before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    before, started = cpu_seconds(), time.monotonic()
     work()
-    ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    ended, cpu = time.monotonic(), cpu_seconds() - before
     print(
         json.dumps(
             {
                 "run": asdict(run),
                 "started": started,
                 "ended": ended,
-                "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                "cpu": cpu,
                 "memory": highest_memory(),
                 **health,
             }

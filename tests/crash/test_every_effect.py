@@ -7,7 +7,6 @@ import errno
 import functools
 import itertools
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from datatrove_ckpt.checkpoint import files, history_log, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.history_records import End
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
@@ -29,6 +27,7 @@ from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, a
 from datatrove_ckpt.testing.disks import EFFECTS, PowerLossDisk, copy_tree, disk_in_place
 from tests.histories import read_history
 from tests.jobs import documents, runner, the_first_last, writer
+from tests.mirrors import known_ordinals
 
 pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")
 
@@ -87,20 +86,8 @@ def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
 
 def answered(folder: Path) -> Counter[str]:
     """Returns what is answered according to cache, journals and commits, for documents whose text is their ordinal."""
-    rank = folder / "checkpoints" / "00000"
-    found: set[int] = set()
-    if (rank / "commits.jsonl").exists():
-        for commit in CommitLog(rank / "commits.jsonl").commits.values():
-            found.update(range(commit.first_ordinal, commit.next_ordinal))
-    for path in rank.glob("chunk_*.jsonl"):
-        found.update(ChunkJournal(path, 0).recovered)
-    if (rank / "replay.sqlite3").exists():
-        with sqlite3.connect(rank / "replay.sqlite3") as connection:
-            tables = connection.execute("SELECT name FROM sqlite_master WHERE name = 'request_cache'").fetchall()
-            if tables:
-                found.update(row[0] for row in connection.execute("SELECT ordinal FROM request_cache"))
-        connection.close()
-    return Counter(f"text {ordinal}" for ordinal in found)
+    finished, cached = known_ordinals(folder / "checkpoints" / "00000")
+    return Counter(f"text {ordinal}" for ordinal in finished | cached.keys())
 
 
 @pytest.mark.timeout(900)
@@ -180,12 +167,13 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
     with FakeServer(delay=slow_start) as server:
 
         def attempt(folder: Path) -> None:
-            output = (
-                ParquetWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.parquet")
-                if kind == "parquet"
-                else writer(folder, compression=kind)
-            )
-            runner(folder, server, output_writer=output).run(documents(3))
+            given, output = documents(3), writer(folder, compression=kind if kind != "parquet" else None)
+            if kind == "parquet":  # the type of a column is known in the last chunk only
+                name = "${rank}_chunk_${chunk_index}.parquet"
+                output = ParquetWriter(str(folder / "output"), name, expand_metadata=True)
+                for document, value in zip(given, (None, None, "c"), strict=True):
+                    document.metadata["c"] = value
+            runner(folder, server, output_writer=output).run(given)
 
         assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True, counted=OF_FILES)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tests.people.endpoint import Outage
 from tests.people.inputs import DROPPED, LEAVES, OUTSIDE, RAISES, REJECTED, UNWRITABLE, Form, InputFile, Row
-from tests.people.operations import action
+from tests.people.operations import Action, action
 from tests.people.settings import BY_LANGUAGE, Settings
 from tests.people.world import World
 
@@ -17,63 +18,27 @@ _STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-@action(weight=3)
-def change_tasks(world: World, chance: random.Random) -> str:
-    tasks = chance.choice([number for number in (0, 1, 2, 3, 4, 5) if number != world.settings.tasks])
-    world.settings = replace(world.settings, tasks=tasks)
-    return f"tasks: {tasks}"
+def _changing(setting: str, values: Sequence[Any]) -> Action:
+    """To another one of the values."""
+
+    def change(world: World, chance: random.Random) -> str:
+        value = chance.choice([other for other in values if other != getattr(world.settings, setting)])
+        world.settings = replace(world.settings, **{setting: value})
+        return f"{setting}: {value!r}"
+
+    change.__name__ = f"change_{setting}"
+    return change
 
 
-@action(weight=3)
-def change_model(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, model="model-b" if world.settings.model == "model-a" else "model-a")
-    return f"model_name_or_path: {world.settings.model}"
-
-
-@action(weight=3)
-def change_prompt(world: World, chance: random.Random) -> str:
-    prompt = chance.choice(
-        [text for text in ("Say: {text}", "Repeat {text}", "{text}") if text != world.settings.prompt]
-    )
-    world.settings = replace(world.settings, prompt=prompt)
-    return f"prompt: {prompt!r}"
-
-
-@action()
-def change_text_key(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, text_key="content" if world.settings.text_key == "text" else "text")
-    return f"text_key: {world.settings.text_key}"
-
-
-@action()
-def change_on_document_error(world: World, chance: random.Random) -> str:
-    now = "stop" if world.settings.on_document_error == "dead_letter" else "dead_letter"
-    world.settings = replace(world.settings, on_document_error=now)
-    return f"on_document_error: {now}"
-
-
-@action(weight=1)
-def change_records_per_chunk(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, records_per_chunk=world.settings.records_per_chunk % 4 + 1)
-    return f"records_per_chunk: {world.settings.records_per_chunk}"
-
-
-@action(weight=1)
-def change_retry_errors(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, retry_errors=not world.settings.retry_errors)
-    return f"retry_errors: {world.settings.retry_errors}"
-
-
-@action(weight=1)
-def change_rollouts(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, rollouts=3 - world.settings.rollouts)
-    return f"rollouts_per_document: {world.settings.rollouts}"
-
-
-@action(weight=1)
-def change_mirror(world: World, chance: random.Random) -> str:
-    world.settings = replace(world.settings, mirror=not world.settings.mirror)
-    return "with a mirror" if world.settings.mirror else "without a mirror"
+action(weight=3)(_changing("tasks", (0, 1, 2, 3, 4, 5)))
+action(weight=3)(_changing("model", ("model-a", "model-b")))
+action(weight=3)(_changing("prompt", ("Say: {text}", "Repeat {text}", "{text}")))
+action()(_changing("text_key", ("text", "content")))
+action()(_changing("on_document_error", ("stop", "dead_letter")))
+action(weight=1)(_changing("records_per_chunk", (1, 2, 3, 4)))
+action(weight=1)(_changing("retry_errors", (False, True)))
+action(weight=1)(_changing("rollouts", (1, 2)))
+action(weight=1)(_changing("mirror", (False, True)))
 
 
 @action(weight=1)
@@ -161,21 +126,9 @@ def reorder_rows(world: World, chance: random.Random) -> str:
     return _edit(world, chance, "reorder the documents", reordered)
 
 
-@action()
-def compress_input(world: World, chance: random.Random) -> str:
-    form: Form = chance.choice(("gz", "zst"))
-    return _edit(world, chance, f"compress ({form})", lambda file: replace(file, form=form))
-
-
-@action()
-def cut_compressed_input(world: World, chance: random.Random) -> str:
-    form: Form = chance.choice(("cut gz", "cut zst", "cut zst"))
-    return _edit(world, chance, f"compress and lose the end ({form})", lambda file: replace(file, form=form))
-
-
-@action()
-def input_as_array(world: World, chance: random.Random) -> str:
-    form: Form = chance.choice(("array", "array", "plain text"))
+@action(weight=6)
+def write_in_another_form(world: World, chance: random.Random) -> str:
+    form: Form = chance.choice(("gz", "zst", "cut gz", "cut zst", "array", "plain text"))
     return _edit(world, chance, f"write as {form}", lambda file: replace(file, form=form))
 
 

@@ -13,16 +13,10 @@ from dataclasses import replace
 from tests.people.commands import Ended, Running, error_of
 from tests.people.operations import action
 from tests.people.oracle import check_replaced, check_verify
-from tests.people.tampering import (
-    cut_output_file,
-    double_output_file,
-    remove_output_file,
-    replace_output_file,
-    swap_output_files,
-)
+from tests.people.tampering import cut_output_file, mix_up_output_files, remove_output_file, replace_output_file
 from tests.people.world import World
 
-_CHANGES = remove_output_file, cut_output_file, swap_output_files, double_output_file, replace_output_file
+_CHANGES = remove_output_file, cut_output_file, mix_up_output_files, mix_up_output_files, replace_output_file
 
 
 @action(weight=8, run=True)

@@ -27,28 +27,18 @@ def cut_output_file(world: World, chance: random.Random) -> str:
     return _touch_output(world, chance, "remove the last line of", cut)
 
 
-@action()
-def swap_output_files(world: World, chance: random.Random) -> str:
+@action(weight=4)
+def mix_up_output_files(world: World, chance: random.Random) -> str:
     files = world.output_files()
     if len(files) < 2:
         return ""
     one, other = chance.sample(files, 2)
-    contents = one.read_bytes(), other.read_bytes()
-    other.write_bytes(contents[0])
-    one.write_bytes(contents[1])
-    world.touched()
-    return f"swap {_name(world, one)} and {_name(world, other)}"
-
-
-@action()
-def double_output_file(world: World, chance: random.Random) -> str:
-    files = world.output_files()
-    if len(files) < 2:
-        return ""
-    one, other = chance.sample(files, 2)
+    swaps, before = chance.random() < 0.5, other.read_bytes()
     shutil.copyfile(one, other)
+    if swaps:
+        one.write_bytes(before)
     world.touched()
-    return f"copy {_name(world, one)} over {_name(world, other)}"
+    return f"{'swap' if swaps else 'copy'} {_name(world, one)} {'and' if swaps else 'over'} {_name(world, other)}"
 
 
 @action()

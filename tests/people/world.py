@@ -109,6 +109,9 @@ class World:
 
     def __init__(self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None) -> None:
         self.folder = folder
+        self.output, self.checkpoints = folder / "output", folder / "checkpoints"
+        self.logs, self.mirror = folder / "logs", folder / "mirror"
+        self.kept = folder / "copy of checkpoints"  # made by hand
         self.endpoint = Endpoint()
         self.tally = tally or Tally()
         self.away = False
@@ -152,27 +155,6 @@ class World:
         return f"a job: {', '.join([*changed, *files])}"
 
     # The folder ------------------------------------------------------------------------------------------------------
-
-    @property
-    def output(self) -> Path:
-        return self.folder / "output"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "logs"
-
-    @property
-    def mirror(self) -> Path:
-        return self.folder / "mirror"
-
-    @property
-    def kept(self) -> Path:
-        """A copy of the checkpoints, made by hand."""
-        return self.folder / "copy of checkpoints"
 
     def output_files(self) -> list[Path]:
         return sorted(

@@ -129,25 +129,19 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
     assert auto.admission.limit <= max(16, requests + 8)
 
 
-def test_a_sample_without_work_since_the_last_one_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("seen", "limit"),
+    [
+        ([(Metrics(16, 0, 100), 16)] * 50, 24),  # no work since the last sample changes nothing
+        ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),  # what has not arrived is not sent twice
+        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),  # an empty queue never lowers the limit
+    ],
+)
+def test_a_sample_that_shows_nothing_new_changes_no_limit(seen: list[tuple[Metrics, int]], limit: int) -> None:
     made = Admission()
-    for _ in range(50):
-        made.update(Metrics(16, 0, 100), 16)
-    assert made.limit == 24
-
-
-def test_requests_that_have_not_arrived_are_not_sent_twice() -> None:
-    made = Admission()
-    for tokens in range(4):
-        made.update(Metrics(0, 0, tokens), 16)
-    assert made.limit == 16
-
-
-def test_an_empty_queue_never_lowers_the_limit() -> None:
-    made = Admission()
-    made.update(Metrics(16, 0, 1), 16)
-    made.update(Metrics(2, 0, 2), 24)
-    assert made.limit == 24
+    for metrics, in_flight in seen:
+        made.update(metrics, in_flight)
+    assert made.limit == limit
 
 
 async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool]) -> Target:
@@ -266,10 +260,6 @@ async def with_other_work(ask: Ask) -> None:
     await _turns(10)
 
 
-async def four_at_once(ask: Ask) -> None:
-    await asyncio.gather(*(ask() for _ in range(4)))
-
-
 @pytest.mark.parametrize(("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)])
 async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
     rollout: Rollout, fewest: int, most: int
@@ -286,6 +276,9 @@ async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
 
 
 async def test_documents_with_several_requests_are_fewer() -> None:
+    async def four_at_once(ask: Ask) -> None:
+        await asyncio.gather(*(ask() for _ in range(4)))
+
     work = Work(config(max_concurrent_generations="auto", rollouts_per_document=4), four_at_once)
     await work.run(500)
     assert work.most == 16

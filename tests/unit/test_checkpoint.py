@@ -399,12 +399,7 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
     assert "CheckpointLocked" in refused.stderr
     assert '"pid":' in refused.stderr
     lock.release()
-    files.Lock(tmp_path / "lock").release()
-
-
-def test_a_lock_on_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
-    first = files.Lock(tmp_path / "lock")
-    first.release(remove=True)
+    files.Lock(tmp_path / "lock").release(remove=True)  # a lock on a removed file locks nobody out
     second = files.Lock(tmp_path / "lock")
     with pytest.raises(CheckpointLocked):
         files.Lock(tmp_path / "lock")

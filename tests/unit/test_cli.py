@@ -270,26 +270,18 @@ executor._run_for_rank(0)
     assert ended.stderr.count("The prompt is another one.") == 1
 
 
-def test_tasks_of_ray_that_should_have_run_once_more_and_failed_are_1(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_tasks_of_ray_that_failed_without_a_word_are_1(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ran_before: bool
 ) -> None:
-    """As in a retry of dead letters: all tasks have markers of the run before."""
-    ran_anew = "    tasks: 2\n    skip_completed: false"
-    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", ran_anew))
-    for rank in range(2):
+    """Also where all tasks have markers of the run before, as in a retry of dead letters."""
+    tasks = "    tasks: 3\n    skip_completed: false" if ran_before else "    tasks: 3"
+    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", tasks))
+    for rank in range(3 * ran_before):
         marker = Path(f"logs/completions/{rank:05d}")
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
         os.utime(marker, (1e9, 1e9))
-    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(1))
-    assert run() == 1
-    assert "error: 1 of 2 tasks are not complete; rank 0 is the first." in capsys.readouterr().err
-
-
-def test_tasks_that_failed_without_a_word_are_1(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", "    tasks: 3"))
     monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(0))
     assert run() == 1
     logs = Path("logs/logs").absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -91,13 +92,16 @@ def test_documents_and_resumes_are_those_of_datatrove(kind: str, streaming: bool
                 assert_resumes_everywhere(options, documents, rank, tasks, 1 if kind == "parquet" else 7)
 
 
-def test_ranks_share_a_single_file_by_its_rows(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet", (50,)), "parquet", streaming=True)
-    for rank in range(3):
-        documents = read(HuggingFaceDatasetReader, options, rank, 3)
-        assert documents == read(Original, options, rank, 3)
-        assert documents
-        assert_resumes_everywhere(options, documents, rank, 3)
+@pytest.mark.parametrize(("sizes", "tasks"), [((50,), 3), (SIZES, 4)])
+def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_documents(
+    tmp_path: Path, sizes: tuple[int, ...], tasks: int
+) -> None:
+    options = arguments(write(tmp_path / "in", "parquet", sizes), "parquet", streaming=True)
+    for rank in range(tasks):
+        documents = read(HuggingFaceDatasetReader, options, rank, tasks)
+        assert documents == read(Original, options, rank, tasks)
+        assert bool(documents) == (rank < 3)
+        assert_resumes_everywhere(options, documents, rank, tasks)
 
 
 def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
@@ -220,11 +224,6 @@ def test_shards_without_rows(tmp_path: Path) -> None:
     assert_resumes_everywhere(options, documents, 0, 1)
 
 
-def test_a_rank_beyond_the_shards_has_no_documents(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
-    assert read(HuggingFaceDatasetReader, options, 3, 4) == read(Original, options, 3, 4) == []
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("count", "ends"), [(5, {"skip": 3, "limit": 20}), (2, {})])
@@ -310,22 +309,15 @@ def test_a_copy_of_the_files_elsewhere_is_the_same_input(tmp_path: Path) -> None
     assert resume(options, documents[3]) == documents[4:]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"streaming": False}, "streaming"),
-        ({"dataset_options": {"split": "train", "data_files": "elsewhere"}}, "dataset_options"),
-        ({"limit": 3}, "limit is now 3"),
-    ],
-)
-def test_changed_settings_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_changed_settings_are_refused_by_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
     document = read(HuggingFaceDatasetReader, options)[10]
-    if "dataset_options" in change:
-        change = {"dataset_options": {"split": "train", "data_files": str(folder / "0.parquet")}}
-    with pytest.raises(CheckpointMismatch, match=named):
-        resume(options | change, document)
+    other = {"split": "train", "data_files": str(folder / "0.parquet")}
+    changes = {"streaming": {"streaming": False}, "dataset_options": {"dataset_options": other}}
+    for named, change in (changes | {"limit is now 3": {"limit": 3}}).items():
+        with pytest.raises(CheckpointMismatch, match=named):
+            resume(options | change, document)
 
 
 def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
@@ -357,17 +349,13 @@ def test_a_dataset_that_cannot_be_opened_is_one_error(
         read(HuggingFaceDatasetReader, options)
 
 
-def test_a_damaged_file_of_a_map_style_dataset_is_one_error(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "json")
+    with pytest.raises(InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"):
+        read(HuggingFaceDatasetReader, arguments(folder, "json", text_key="body", streaming=True))
     (folder / "1.json").write_text('{"text": "torn')
     with pytest.raises(InputError, match=r"'json' cannot be opened: ArrowInvalid: JSON parse error"):
         read(HuggingFaceDatasetReader, arguments(folder, "json"))
-
-
-def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", text_key="body", streaming=True)
-    with pytest.raises(InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"):
-        read(HuggingFaceDatasetReader, options)
 
 
 def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> None:
@@ -427,42 +415,35 @@ class Answer(Exception):
         self.response = type("Response", (), {"status_code": status, "headers": {"retry-after": advice}})
 
 
-def test_transient_errors_are_repeated_as_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def retried(errors: Iterator[Exception], patch: pytest.MonkeyPatch) -> tuple[list[float], object]:
+    """The waits for a call that raises these errors in turn, and then the error that came out of it, or "done"."""
     waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-    errors: list[Exception] = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
+    patch.setattr(retries, "_sleep", waits.append)
 
     def call() -> str:
-        if errors:
-            raise errors.pop(0)
+        for error in errors:
+            raise error
         return "done"
 
-    assert retries.retrying(call, "a file") == "done"
-    assert len(waits) == 4
-    assert waits[2] == 1800
+    try:
+        return waits, retries.retrying(call, "a file")
+    except Exception as error:
+        return waits, error
+
+
+def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
+    waits, done = retried(iter(errors), monkeypatch)
+    assert (len(waits), waits[2], done) == (4, 1800, "done")
+    outage = Answer(503)
+    waits, error = retried(itertools.repeat(outage), monkeypatch)
+    assert error is outage
+    assert 500 < sum(waits) <= 600
 
 
 @pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
 def test_errors_that_stay_are_raised_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "_sleep", lambda seconds: pytest.fail("waited"))
-
-    def call() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        retries.retrying(call, "a file")
-
-
-def test_an_outage_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(retries, "_sleep", waits.append)
-
-    def call() -> None:
-        raise Answer(503)
-
-    with pytest.raises(Answer):
-        retries.retrying(call, "a file")
-    assert 500 < sum(waits) <= 600
+    assert retried(iter([error]), monkeypatch) == ([], error)
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

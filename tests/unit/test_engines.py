@@ -62,9 +62,15 @@ def test_vllm_is_started_on_localhost_with_its_key_in_the_environment() -> None:
     assert command.env["TRANSFORMERS_NO_TF"] == "1"
 
 
-def test_vllm_without_an_executable_is_started_as_a_module() -> None:
-    command = vllm_command(config(), 1, KEY, None)
-    assert command.argv[:5] == (*(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"),)
+@pytest.mark.parametrize(
+    ("nodes", "arguments"),
+    [
+        (SINGLE_NODE, ("vllm.entrypoints.openai.api_server", "--model", "org/model")),
+        (Nodes(1, ("a", "b")), ("vllm.entrypoints.cli.main", "serve", "org/model")),
+    ],
+)
+def test_vllm_without_an_executable_is_started_as_a_module(nodes: Nodes, arguments: tuple[str, ...]) -> None:
+    assert vllm_command(config(), 1, KEY, None, nodes).argv[:5] == (sys.executable, "-m", *arguments)
 
 
 def test_sglang_is_started_on_localhost_with_its_key_in_the_environment() -> None:
@@ -102,22 +108,21 @@ def test_llamacpp_gets_the_resolved_file_and_answers_to_the_configured_name() ->
     assert command.env == {"DATATROVE_CKPT_API_KEY": SECRET}
 
 
-def test_llamacpp_has_at_most_eight_slots() -> None:
-    for settings in ({}, {"max_concurrent_generations": "auto"}):
-        argv = llamacpp_command(config("llamacpp", **settings), 1, KEY, Path("/m.gguf"), cores=1).argv
-        assert argv[argv.index("--parallel") + 1] == "8"
-
-
-@pytest.mark.parametrize(("replicas", "cores", "threads"), [(1, 7, "7"), (2, 7, "3"), (8, 7, "1")])
-def test_replicas_of_llamacpp_divide_the_cores(replicas: int, cores: int, threads: str) -> None:
-    argv = llamacpp_command(config("llamacpp", replicas=replicas), 1, KEY, Path("/m.gguf"), cores).argv
-    assert argv[argv.index("--threads") + 1] == threads
-
-
-def test_the_threads_of_model_kwargs_win_over_the_share_of_the_cores() -> None:
-    settings = config("llamacpp", replicas=2, model_kwargs={"threads": 5})
-    argv = llamacpp_command(settings, 1, KEY, Path("/m.gguf"), cores=8).argv
-    assert [part for part in argv if "threads" in part] == ["--threads=5"]
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({}, "--parallel 8"),
+        ({"max_concurrent_generations": "auto"}, "--parallel 8"),
+        ({"replicas": 1}, "--threads 7"),
+        ({"replicas": 2}, "--threads 3"),
+        ({"replicas": 8}, "--threads 1"),
+        ({"replicas": 2, "model_kwargs": {"threads": 5}}, "--threads=5"),
+    ],
+)
+def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(settings: dict[str, Any], flag: str) -> None:
+    argv = llamacpp_command(config("llamacpp", **settings), 1, KEY, Path("/m.gguf"), cores=7).argv
+    assert f" {flag} " in f"{' '.join(argv)} "
+    assert "".join(argv).count("--threads") == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")
@@ -196,11 +201,6 @@ def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPat
     assert "--distributed-executor-backend=ray" in engine_command(with_ray, 1, KEY).argv
 
 
-def test_vllm_without_an_executable_is_started_on_several_nodes_by_its_command_line() -> None:
-    argv = vllm_command(config(), 1, KEY, None, Nodes(1, ("a", "b"))).argv
-    assert argv[1:5] == ("-m", "vllm.entrypoints.cli.main", "serve", "org/model")
-
-
 def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves() -> None:
     head, worker = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
     here = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"
@@ -220,12 +220,10 @@ def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves
     ],
 )
 def test_the_nodes_of_a_task_are_those_that_datatrove_names(
-    rank: str | None, hosts: str | None, expected: Nodes, monkeypatch: pytest.MonkeyPatch
+    rank: str, hosts: str, expected: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("DATATROVE_NODE_RANK", rank), ("DATATROVE_NODE_IPS", hosts)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DATATROVE_NODE_RANK", rank)
+    monkeypatch.setenv("DATATROVE_NODE_IPS", hosts)
     assert Nodes.from_environment() == expected
 
 

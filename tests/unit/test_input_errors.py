@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
-import io
 import json
 import lzma
 from collections.abc import Callable
@@ -39,17 +38,6 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "xz": lzma.compress,
     "zst": zstandard.compress,
 }
-
-
-def zstd_in_blocks(content: bytes) -> tuple[bytes, int]:
-    """One frame, and the length of its first half, which ends between two blocks."""
-    target = io.BytesIO()
-    with zstandard.ZstdCompressor().stream_writer(target, closefd=False) as writer:
-        writer.write(content[: len(content) // 2])
-        writer.flush(zstandard.FLUSH_BLOCK)
-        half = target.tell()
-        writer.write(content[len(content) // 2 :])
-    return target.getvalue(), half
 
 
 def texts(reader: SeekingReader) -> list[str]:
@@ -110,10 +98,12 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-def test_a_table_without_the_text_column_is_an_error_that_names_its_columns(tmp_path: Path) -> None:
+def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):
-        list(ParquetReader(tmp_path.as_posix()).run())
+        texts(ParquetReader(str(tmp_path)))
+    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
+        texts(JsonlReader(str(tmp_path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n'])
@@ -152,12 +142,6 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
         list(JsonlReader(str(tmp_path)).run())
     (tmp_path / "b.jsonl").unlink()
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
-
-
-def test_a_table_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
-        texts(JsonlReader(str(tmp_path)))
 
 
 def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path: Path) -> None:
@@ -210,10 +194,12 @@ def test_what_to_do_about_a_changed_input_fits_the_change_and_who_reads(tmp_path
 
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
-    content, half = zstd_in_blocks(b"".join(LINES))
-    path.write_bytes(content)
+    frame = zstandard.ZstdCompressor().compressobj()
+    half = frame.compress(b"".join(LINES[:1000])) + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    whole = half + frame.compress(b"".join(LINES[1000:])) + frame.flush()
+    path.write_bytes(whole)
     assert len(texts(JsonlReader(tmp_path.as_posix()))) == 2000
-    for cut in (content[:half], content + content[:half], content[:half] + content):
+    for cut in (half, whole + half, half + whole):
         path.write_bytes(cut)
         with pytest.raises(InputError, match=r"'a.jsonl.zst' is damaged or cut off"):
             list(JsonlReader(tmp_path.as_posix()).run())

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,19 +160,13 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: 
         MonitoringConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "output", "name"),
-    [
-        ("/a/books/checkpoints", "/a/books/output", "books"),
-        ("/a/books", "", "books"),
-        ("/checkpoints", "", "checkpoints"),
-        (None, "s3://bucket/books/", "books"),
-    ],
-)
-def test_a_run_is_named_after_its_folder(checkpoints: str | None, output: str, name: str) -> None:
-    given = None if checkpoints is None else Path(checkpoints)
-    assert MonitoringConfig().name_of_run(given, output) == name
-    assert MonitoringConfig(run_name="mine").name_of_run(given, output) == "mine"
+def test_a_run_is_named_after_its_folder() -> None:
+    name_of_run = MonitoringConfig().name_of_run
+    assert name_of_run(Path("/a/books/checkpoints"), "/a/books/output") == "books"
+    assert name_of_run(Path("/a/books"), "") == "books"
+    assert name_of_run(Path("/checkpoints"), "") == "checkpoints"
+    assert name_of_run(None, "s3://bucket/books/") == "books"
+    assert MonitoringConfig(run_name="mine").name_of_run(Path("/a/books"), "") == "mine"
 
 
 # the file ------------------------------------------------------------------------------------------------------------
@@ -316,30 +311,27 @@ with metrics_port.MetricsPort(sys.argv[1], PORT).shows(lambda: snapshot(1)):
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_keeps_nothing(host: str, port: Callable[[], MetricsPort]) -> None:
-    with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as first:
-        waited_for(lambda: ranks(host) == {"1"})
-        with port().shows(lambda: snapshot(2)):
-            waited_for(lambda: ranks(host) == {"1", "2"})
-            first.send_signal(signal.SIGSTOP)  # hangs, and holds the port
-            first.kill()
-            waited_for(lambda: ranks(host) == {"2"})
-
-
-@pytest.mark.slow
-def test_a_process_that_hangs_is_left_out(
-    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_port", [True, False])
+def test_a_process_that_was_killed_keeps_nothing_and_one_that_hangs_is_left_out(
+    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch, has_port: bool
 ) -> None:
-    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
-    with port().shows(lambda: snapshot(2)):
+    with ExitStack() as shown:
+        if not has_port:
+            monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
+            shown.enter_context(port().shows(lambda: snapshot(2)))
+            waited_for(lambda: ranks(host) == {"2"})
+        other = shown.enter_context(
+            subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT)
+        )
+        shown.callback(other.kill)
+        if has_port:
+            waited_for(lambda: ranks(host) == {"1"})
+            shown.enter_context(port().shows(lambda: snapshot(2)))
+        waited_for(lambda: ranks(host) == {"1", "2"})
+        other.send_signal(signal.SIGSTOP)
+        if has_port:
+            other.kill()
         waited_for(lambda: ranks(host) == {"2"})
-        with subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT) as other:
-            waited_for(lambda: ranks(host) == {"1", "2"})
-            other.send_signal(signal.SIGSTOP)
-            try:
-                waited_for(lambda: ranks(host) == {"2"})
-            finally:
-                other.kill()
 
 
 @pytest.mark.slow

@@ -134,23 +134,13 @@ def test_rows_that_cannot_be_packed_are_named() -> None:
         ),
         ([{"a": [1], "b": [1, 2]}], {"columns": ["a", "b"]}, "1 a, 2 b"),
         ([[1]], {"columns": ["a", "b"]}, "must be a dict"),
+        # No number is changed by what it is joined with.
+        ([[2**63 + 1]], {}, "'input_ids' of a row"),
+        ([[2**60 + 1, 1.5]], {}, "'input_ids' of a row"),
+        ([[1.5], [1]], {"pad": 0}, "'input_ids' of a row"),
     ]:
         with pytest.raises(ConfigError, match=message):
             list(Pack(Rows(rows), 4, **options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[2**63 + 1]],
-        [[2**60 + 1, 1.5]],
-        [[1.5], [1]],
-    ],
-    ids=str,
-)
-def test_no_number_is_changed_by_what_it_is_joined_with(rows: list[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"'input_ids' of a row"):
-        list(Pack(Rows(rows), 10, pad=0))
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import aiohttp
 import botocore.exceptions
 import botocore.parsers
@@ -52,22 +54,12 @@ def test_an_os_error_and_an_interrupt_stay_as_they_are(error: BaseException) -> 
     assert called(error) is error
 
 
-class Response:
-    def __init__(self, status_code: int) -> None:
-        self.status_code = status_code
-
-
-def http_error(status: int) -> OSError:
-    error = OSError("refused")
-    error.response = Response(status)  # type: ignore[attr-defined]
-    return error
-
-
 @pytest.mark.parametrize(("status", "permanent"), [(403, True), (503, False)])
 def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: bool) -> None:
     """huggingface_hub without hf_xet wraps it in a RuntimeError."""
     wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")
-    wrapped.__cause__ = http_error(status)
+    wrapped.__cause__ = refused = OSError("refused")
+    refused.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
     left = called(wrapped)
     assert http_status(left) == status
     assert is_permanent(left) is permanent

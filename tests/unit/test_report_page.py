@@ -122,10 +122,7 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
     source = page(content())
     read = Reader(source)
     assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {tag for tag, _ in read.found}
-    assert "http:" not in source
-    assert "https:" not in source
-    assert "@import" not in source
-    assert "url(" not in source
+    assert [part for part in ("http:", "https:", "@import", "url(") if part in source] == []
     assert [one["href"] for one in read.all("link")] == ["data:,"]
     (policy,) = [one["content"] for one in read.all("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in policy

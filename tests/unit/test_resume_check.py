@@ -73,33 +73,23 @@ def test_default_stops_are_the_first_middle_and_last_batch_of_each_epoch_and_the
     assert report.batches == [4, 4]
 
 
-def test_samples_that_are_seen_twice_are_named() -> None:
-    with pytest.raises(AssertionError) as caught:
-        assert_resume_is_exact(lambda: Loader(fault=-2), stops=[2])
-    assert str(caught.value).splitlines() == [
-        "Stopped after 2 batches the loader did not go on where it had stopped:",
-        "  seen too often in epoch 0: 2 samples: {'text': '0/4'}, {'text': '0/5'}",
-    ]
+SIZES = iter([3, 3, 2])
 
 
-def test_samples_that_are_skipped_are_named_and_only_a_few_of_them() -> None:
-    with pytest.raises(AssertionError) as caught:
-        assert_resume_is_exact(lambda: Loader(fault=7), stops=[1])
-    assert "skipped in epoch 0: 7 samples: {'text': '0/3'}, " in str(caught.value)
-    assert str(caught.value).endswith("{'text': '0/7'}, ...")
-
-
-def test_an_epoch_that_is_skipped_after_a_state_at_the_end_of_one_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"between two epochs,(.|\n)*skipped in epoch 1: 10 samples"):
-        assert_resume_is_exact(Forgetful, stops=[4], epochs=2)
-
-
-def test_another_order_and_other_batches_are_named() -> None:
-    with pytest.raises(AssertionError, match=r"another order: sample 8 is .*0/9.*, and without a stop .*0/8"):
-        assert_resume_is_exact(lambda: Loader(swaps=True), stops=[1])
-    sizes = iter([3, 3, 2])
-    with pytest.raises(AssertionError, match="other batches: batch 1 has 2, and without a stop 3"):
-        assert_resume_is_exact(lambda: Loader(size=next(sizes)), stops=[1])
+@pytest.mark.parametrize(
+    ("make", "stop", "epochs", "said"),
+    [
+        (lambda: Loader(fault=-2), 2, 1, r"^Stopped after 2 batches the loader did not go on where it had stopped:\n"
+         r"  seen too often in epoch 0: 2 samples: {'text': '0/4'}, {'text': '0/5'}$"),
+        (lambda: Loader(fault=7), 1, 1, r"skipped in epoch 0: 7 samples: {'text': '0/3'}, .*{'text': '0/7'}, \.\.\.$"),
+        (Forgetful, 4, 2, r"between two epochs,(.|\n)*skipped in epoch 1: 10 samples"),
+        (lambda: Loader(swaps=True), 1, 1, r"another order: sample 8 is .*0/9.*, and without a stop .*0/8"),
+        (lambda: Loader(size=next(SIZES)), 1, 1, "other batches: batch 1 has 2, and without a stop 3"),
+    ],
+)  # fmt: skip
+def test_what_is_repeated_skipped_or_moved_is_named(make: Any, stop: int, epochs: int, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        assert_resume_is_exact(make, stops=[stop], epochs=epochs)
 
 
 class Turning(Loader):

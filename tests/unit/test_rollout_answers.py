@@ -162,11 +162,8 @@ def test_an_answer_that_was_cut_off_is_not_shown() -> None:
     assert server.payloads[0] == server.payloads[1]
 
 
-def test_a_document_without_a_valid_answer_may_be_dropped() -> None:
+def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked() -> None:
     assert answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
-
-
-def test_canned_answers_are_not_checked() -> None:
     fitted: Any = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
     assert answer(fitted, "This is dummy text.") == "This is dummy text."
 

@@ -60,29 +60,28 @@ def asked(rollout: Any, given: Document) -> dict[str, Any]:
     return sent[0]
 
 
-def test_chat_sends_the_text_as_one_user_message() -> None:
-    assert asked(chat, document()) == {"messages": [{"role": "user", "content": "Rain falls."}]}
+BRACES = "{id} {text.__class__} {} } {"
 
 
-def test_a_prompt_is_filled_in_from_the_document() -> None:
-    rollout = PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}", "Be brief.", {"temperature": 0})
-    assert asked(rollout, document(lang="en")) == {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "d1 in en: Rain falls. {as it is}"},
-        ],
-        "temperature": 0,
-    }
+@pytest.mark.parametrize(
+    ("rollout", "text", "prompt"),
+    [
+        (chat, "Rain falls.", "Rain falls."),
+        (PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}"), "Rain", "d1 in en: Rain {as it is}"),
+        (PromptRollout(), BRACES, BRACES),
+        (PromptRollout('{"a": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]'), "a {b}", '{"a": 1}, twice: a {b}-a {b}'),
+    ],
+)
+def test_a_prompt_is_filled_in_from_the_document(rollout: Any, text: str, prompt: str) -> None:
+    assert asked(rollout, document(text, lang="en")) == {"messages": [{"role": "user", "content": prompt}]}
 
 
-def test_a_completion_is_a_plain_prompt() -> None:
+def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_prompt() -> None:
+    sent = asked(PromptRollout("Say: {text}", "Be brief.", {"temperature": 0}), document())
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert sent["temperature"] == 0
     rollout = CompletionRollout("{text}\nIn short:", generation_params={"max_tokens": 9})
     assert asked(rollout, document()) == {"prompt": "Rain falls.\nIn short:", "max_tokens": 9}
-
-
-def test_braces_in_a_document_are_just_braces() -> None:
-    text = "{id} {text.__class__} {} } {"
-    assert asked(PromptRollout(), document(text))["messages"][0]["content"] == text
 
 
 @pytest.mark.parametrize(
@@ -154,15 +153,10 @@ def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel: b
     assert server.most == at_once
 
 
-@pytest.mark.parametrize(
-    ("reasons", "joined"), [(("stop", "stop"), "stop"), (("length", "stop"), "length"), (("stop", "length"), "length")]
-)
-def test_an_answer_with_a_part_cut_off_counts_as_cut_off(reasons: tuple[str, ...], joined: str) -> None:
-    result = asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons)))
-    assert result.finish_reason == joined
-
-
-def test_when_a_part_fails_the_answers_to_the_others_are_waited_for() -> None:
+def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_others_are_waited_for() -> None:
+    for reasons in (("stop", "stop"), ("length", "stop"), ("stop", "length")):
+        result = asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons)))
+        assert result.finish_reason == ("length" if "length" in reasons else "stop")
     server = Server(refuse="one")
     with pytest.raises(InferenceError):
         asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo\n\nsix"), server))
@@ -185,12 +179,6 @@ def test_when_a_part_fails_the_answers_to_the_others_are_waited_for() -> None:
 )
 def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[str]) -> None:
     assert split_text(text, limit) == parts
-
-
-def test_a_template_of_datatroves_examples_names_the_document_in_brackets() -> None:
-    rollout = PromptRollout(prompt='As {"json": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]')
-    asked_for = asked(rollout, document("a {b}"))["messages"][0]["content"]
-    assert asked_for == 'As {"json": 1}, twice: a {b}-a {b}'
 
 
 @pytest.mark.parametrize(

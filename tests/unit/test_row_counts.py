@@ -54,17 +54,12 @@ def rows(folder: Path) -> int:
     return sum(block.rows for block in BlockInput(JsonlReader(folder.as_posix())))
 
 
-def test_files_are_counted_once(folder: Path, counted: list[str]) -> None:
+def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(folder: Path, counted: list[str]) -> None:
     assert rows(folder) == 6
     assert sorted(counted) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     counted.clear()
     assert rows(folder) == 6
     assert counted == []
-
-
-def test_only_what_is_new_or_has_changed_is_counted_again(folder: Path, counted: list[str]) -> None:
-    rows(folder)
-    counted.clear()
     with (folder / "1.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     (folder / "3.jsonl").write_text('{"text": "new"}\n')

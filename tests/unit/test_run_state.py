@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from datatrove_ckpt.checkpoint.commit_sums import sum_commits
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.maintenance import read_state
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
@@ -97,37 +96,24 @@ def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_c
     assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
 
 
-def test_a_rank_that_failed_says_why(tmp_path: Path) -> None:
-    end = failed(T + 5 * MIN, "ServerUnavailable: no answer for 600 s")
-    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1), end])
-    rank = read_one(tmp_path, T + 65 * MIN)
-    assert (rank.state, rank.trouble) == ("failed", "failed")
-    assert rank.reason == "1 h ago on node7: ServerUnavailable: no answer for 600 s"
+WITHOUT_A_WORD = "attempt 1 ended without a word; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
 
 
-def test_a_rank_that_was_stopped_is_interrupted(tmp_path: Path) -> None:
-    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1), stopped(T + 5 * MIN)])
-    rank = read_one(tmp_path, T + 8 * MIN)
-    assert (rank.state, rank.trouble) == ("interrupted", "interrupted")
-    assert rank.reason == "stopped by SIGTERM 3 min ago; what it did is saved"
-
-
-@pytest.mark.parametrize("host", [HERE, "node7"])
-def test_a_rank_whose_attempt_ended_without_a_word_is_lost(tmp_path: Path, host: str) -> None:
-    write_rank(tmp_path, history=[start(T, host=host, job="17_3"), *minutes(T, 5, 1)])
+@pytest.mark.parametrize(
+    ("ends", "state", "reason"),
+    [
+        ([failed(T + 5 * MIN, "DiskFull: no room")], "failed", "4 min ago on node7: DiskFull: no room"),
+        ([stopped(T + 5 * MIN)], "interrupted", "stopped by SIGTERM 4 min ago; what it did is saved"),
+        ([], "lost", WITHOUT_A_WORD),
+    ],
+)
+def test_a_rank_whose_attempt_ended_says_how(tmp_path: Path, ends: list[Record], state: str, reason: str) -> None:
+    write_rank(tmp_path, history=[start(T, job="17_3"), *minutes(T, 5, 1), *ends])
+    if not ends:  # where locks end at the node, a history that goes on is a rank that runs
+        assert read_one(tmp_path, T + 6 * MIN).state == "running"
     rank = read_one(tmp_path, T + 9 * MIN)
-    assert (rank.state, rank.trouble) == ("lost", "lost")
-    where = f"pid 42 on {host}, Slurm job 17_3"
-    assert rank.reason == f"attempt 1 ended without a word; its last line is 4 min old: {where}"
-    assert rank.lost_in_flight == 4
-
-
-def test_on_a_file_system_whose_locks_end_at_the_node_a_history_that_goes_on_is_a_rank_that_runs(
-    tmp_path: Path,
-) -> None:
-    write_rank(tmp_path, history=[start(T), *minutes(T, 5, 1)])
-    assert read_one(tmp_path, T + 6 * MIN).state == "running"
-    assert read_one(tmp_path, T + 9 * MIN).state == "lost"
+    assert (rank.state, rank.trouble, rank.reason) == (state, state, reason)
+    assert rank.lost_in_flight == (0 if ends else 4)
 
 
 def test_attempts_before_the_last_one_that_ended_without_a_word_are_counted(tmp_path: Path, hold: Hold) -> None:
@@ -414,34 +400,27 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     assert rank.unfinished == counts(6)
 
 
-IN_SEVERAL_PROCESSES = """
-import os, sys
-from pathlib import Path
-from datatrove_ckpt.maintenance import read_state
-from datatrove_ckpt.maintenance.where import Place
+PARENT, _read_some = os.getpid(), read_state._read_some
 
-def read_elsewhere(tasks):
-    assert os.getpid() != parent
-    return read_some(tasks)
 
-place = Place(sys.argv[1], Path(sys.argv[1]), sys.argv[1])
-alone = read_state.read_run_state(place, 0.0)
-os.sched_getaffinity = lambda pid: {0, 1}
-parent, read_some, read_state._read_some = os.getpid(), read_state._read_some, read_elsewhere
-read_state._MANY = read_state._PART = 2
-together = read_state.read_run_state(place, 0.0)
-assert together.ranks == alone.ranks and len(alone.ranks) == 5
-assert together.totals == alone.totals
-"""
+def read_elsewhere(tasks: Any) -> list[RankState]:
+    assert os.getpid() != PARENT
+    return _read_some(tasks)
 
 
 @pytest.mark.slow
-def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path) -> None:
+def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         history = [start(T), minute(T, 26), failed(T + 1, "x")]
         write_rank(tmp_path, number, history, chunks=number, letters=[("E", "x")] if number else [])
-    # In a process with one thread, because it forks.
-    subprocess.run([sys.executable, "-c", IN_SEVERAL_PROCESSES, str(tmp_path)], check=True)
+    alone = read(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # those of pytest do no harm
+    for name, value in (("_MANY", 2), ("_PART", 2), ("_read_some", read_elsewhere)):
+        monkeypatch.setattr(read_state, name, value)
+    together = read(tmp_path)
+    assert len(alone.ranks) == 5
+    assert (together.ranks, together.totals) == (alone.ranks, alone.totals)
 
 
 # commits -------------------------------------------------------------------------------------------------------------

@@ -150,15 +150,10 @@ def check(tables: list[pa.Table], rows: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_of_one_table() -> None:
-    for table in itertools.chain.from_iterable(map(sliced, ALL.values())):
-        for rows in ([2, 0, 3, 0], [1, 2, 3], []):
-            check([table], rows)
-
-
-@pytest.mark.usefixtures("small")
-def test_rows_of_several_tables() -> None:
+def test_rows_of_one_table_and_of_several() -> None:
     for tables in map(sliced, ALL.values()):
+        for table, rows in itertools.product(tables, ([2, 0, 3, 0], [1, 2, 3], [])):
+            check([table], rows)
         for rows in ([11, 0, 5, 4, 11, 3, 7], [3, 4, 5], [9, 1]):
             check(tables, rows)
 

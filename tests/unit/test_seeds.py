@@ -29,15 +29,11 @@ def seeds(server: FakeServer) -> list[int]:
     return [one["seed"] for one in server.payloads]
 
 
-def test_each_request_has_a_seed_of_its_own(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(documents(3))
-    assert len(seeds(server)) == 18 == len(set(seeds(server)))
+def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(tmp_path: Path, server: FakeServer) -> None:
+    given = [*documents(2), Document(text="a", id="same"), Document(text="a", id="same")]
+    runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(given)
+    assert len(seeds(server)) == 24 == len(set(seeds(server)))
     assert all(0 <= seed < 2**31 for seed in seeds(server))
-
-
-def test_equal_documents_are_different_samples(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server, config={"seed": 7}).run([Document(text="a", id="same") for _ in range(4)])
-    assert len(set(seeds(server))) == 4
 
 
 def test_a_request_that_is_sent_again_has_the_same_seed(tmp_path: Path) -> None:

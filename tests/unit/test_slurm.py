@@ -107,19 +107,6 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_a_dry_run_refuses_another_number_of_tasks_as_the_run_does(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mark_as_finished(2, tasks=5)
-    assert run("--dry-run", "--executor.tasks=3") == 1
-    printed = capsys.readouterr()
-    assert "tasks: 5 -> 3" in printed.err
-    assert "reshard" in printed.err
-    assert "--array" not in printed.out
-    assert run("--dry-run", "--executor.tasks=5") == 0
-
-
-@pytest.mark.slow
 def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.max_array_size=40"]
     changes += ["--executor.tasks=100", "--executor.tasks_per_job=1"]
@@ -202,8 +189,12 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark_as_finished(3, tasks=3)
-    assert run("--executor.tasks=5") == 1
-    assert "tasks: 3 -> 5" in capsys.readouterr().err
+    for options in ((), ("--dry-run",)):
+        assert run("--executor.tasks=5", *options) == 1
+        printed = capsys.readouterr()
+        assert "tasks: 3 -> 5" in printed.err
+        assert "reshard" in printed.err
+        assert "--array" not in printed.out
     shutil.rmtree("slurm_run/checkpoints")
     assert run("--executor.tasks=5") == 1
     assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
@@ -261,57 +252,41 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(
     assert not Path("slurm_run").exists()
 
 
-def test_a_run_whose_job_is_in_the_queue_is_not_submitted_once_more(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run() == 0
-    capsys.readouterr()
-    ranks = Path("slurm_run/logs/ranks_to_run.json")
-    ranks.write_text("as the first one needs them")
-    Path("queued/7").write_text("7_[3-99] gpu summaries PD\n")
-    assert run() == 2
-    assert capsys.readouterr().err == (
-        "error: executor: job 7 of this run is still in the queue. Wait until it ends (squeue -j 7), or cancel it "
-        "(scancel 7), and run the same command again.\n"
-    )
-    assert ranks.read_text() == "as the first one needs them"
-    Path("queued/7").write_text("")  # ended a moment ago
-    assert run() == 0
-
-
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+QUEUED = """job 7 of this run is still in the queue. Wait until it ends (squeue -j 7), or cancel it \
+(scancel 7), and run the same command again."""
+NOT_TOLD = """squeue does not tell whether job 7 of this run is still in the queue: {}. Nothing was submitted. \
+Run the same command again when squeue -j 7 answers, or remove {}/slurm_run/logs/slurm_jobs.json if you know \
+that the job has ended."""
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("squeue", "cause"),
     [
+        (SQUEUE, ""),
         (f"#!/bin/sh\necho '{NO_CONTROLLER}' >&2; exit 1", NO_CONTROLLER),
-        ("#!/bin/sh\nexec sleep 600", "no answer within 0.1 s"),
+        pytest.param("#!/bin/sh\nexec sleep 600", "no answer within 0.1 s", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_submitted_while_squeue_cannot_say_that_the_last_job_is_over(
-    login_node: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    squeue: str,
-    cause: str,
+def test_nothing_is_submitted_until_squeue_says_that_the_last_job_is_over(
+    login_node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, squeue: str, cause: str
 ) -> None:
     assert run() == 0
     capsys.readouterr()
     ranks = Path("slurm_run/logs/ranks_to_run.json")
     ranks.write_text("as the first one needs them")
     submitted = sorted(Path("submitted").iterdir())
+    Path("queued/7").write_text("7_[3-99] gpu summaries PD\n")
     Path("bin/squeue").write_text(squeue)
     monkeypatch.setattr(slurm_submit, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in squeue else 120.0)
     assert run() == 2
-    assert capsys.readouterr().err == (
-        f"error: executor: squeue does not tell whether job 7 of this run is still in the queue: {cause}. Nothing was "
-        "submitted. Run the same command again when squeue -j 7 answers, or remove "
-        f"{login_node}/slurm_run/logs/slurm_jobs.json if you know that the job has ended.\n"
-    )
+    said = NOT_TOLD.format(cause, login_node) if cause else QUEUED
+    assert capsys.readouterr().err == f"error: executor: {said}\n"
     assert ranks.read_text() == "as the first one needs them"
     assert sorted(Path("submitted").iterdir()) == submitted
+    Path("bin/squeue").write_text(SQUEUE)
+    Path("queued/7").write_text("")  # ended a moment ago
+    assert run() == 0
 
 
 @pytest.mark.matrix

@@ -46,13 +46,13 @@ def test_no_other_task_is_requeued_least_of_all_a_cancelled_one(asked: Path, rec
     assert asked.read_text().splitlines() == ["--oneliner show job 17_3"]
 
 
-def test_one_task_of_a_step_asks_for_all(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_task_of_a_step_asks_for_all_and_a_slurm_that_does_not_answer_is_a_warning(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     requeue_if_preempted()
     assert not asked.exists()
-
-
-def test_a_slurm_that_does_not_answer_is_a_warning(asked: Path, log: list[str]) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
     (asked.parent / "record").unlink()
     requeue_if_preempted()
     assert "Job 17_3 could not be requeued: scontrol --oneliner show job 17_3:" in log[-1]

@@ -82,11 +82,8 @@ def test_a_frame_fits_the_terminal(number: int, height: int) -> None:
         assert any("more; --all without --watch" in line for line in lines)
 
 
-def test_a_frame_says_that_the_disk_cannot_be_read() -> None:
+def test_ranks_in_trouble_are_at_the_top_of_a_long_table_and_a_disk_that_cannot_be_read_is_said() -> None:
     assert "could not be read again: no network" in "\n".join(frame(run_of(1), 80, 24, PLAIN, "no network"))
-
-
-def test_ranks_in_trouble_are_at_the_top_of_a_long_table() -> None:
     text = "\n".join(frame(run_of(100, troubled=1), 100, 24, PLAIN))
     assert text.index("   99  slow") < text.index("    0  running")
 

@@ -98,23 +98,15 @@ def test_rates_are_those_of_the_last_minute(clock: Clock) -> None:
     assert progress.seconds_left == pytest.approx((1 - 0.199) / (0.199 / 320), rel=0.01)
 
 
-def test_complete_ranks_count_whole(clock: Clock) -> None:
+@pytest.mark.parametrize("total", [100, 0])
+def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(clock: Clock, total: int) -> None:
     progress = RunProgress(ranks=2, clock=clock)
-    progress.update(0, rank(7, 90))
+    progress.update(0, rank(7, 90) if total else rank(0, 0, 0))
     progress.complete(0)
-    progress.update(1, rank(0, 0))
-    assert progress.share == 0.5
     assert progress.complete_ranks == 1
+    progress.update(1, rank(0, 0, total))
+    assert progress.share == (0.5 if total else 1.0)
     progress.complete(1)
-    assert progress.share == 1.0
-
-
-def test_empty_inputs_divide_by_nothing(clock: Clock) -> None:
-    progress = RunProgress(ranks=2, clock=clock)
-    progress.update(0, rank(0, 0, 0))
-    assert progress.share == 0.5
-    progress.complete(0)
-    progress.update(1, rank(0, 0, 0))
     assert progress.share == 1.0
 
 

@@ -115,16 +115,10 @@ def test_a_mirror_is_not_written_to(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("memory://nothing", r"memory://nothing contains no mirror of a checkpoint"),
-        ("sthree://x", "WHAT: 'sthree://x' cannot be used"),
-        ("s3://key:secret@bucket/x", "WHAT: the URL holds a user or a password"),
-    ],
-)
-def test_a_url_that_cannot_work_is_refused(what: str, message: str) -> None:
-    refused(message, what)
+def test_a_url_that_cannot_work_is_refused() -> None:
+    refused("memory://nothing contains no mirror of a checkpoint", "memory://nothing")
+    refused("WHAT: 'sthree://x' cannot be used", "sthree://x")
+    refused("WHAT: the URL holds a user or a password", "s3://key:secret@bucket/x")
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------

@@ -86,16 +86,12 @@ def square(slot: int, task: int) -> int:
     return task * task
 
 
-def test_no_more_processes_are_started_than_there_are_tasks(tmp_path: Path) -> None:
-    with group(lambda slot, task: os.getpid(), 5) as workers:
-        assert len(set(dict(workers.run([1, 2])).values())) <= 2
-    with group(lambda slot, task: os.getpid(), 5) as workers:
-        assert dict(workers.run([])) == {}
-
-
-def test_a_large_result_comes_whole(tmp_path: Path) -> None:
-    with group(lambda slot, task: b"x" * 3_000_000) as workers:
-        assert [len(value) for _, value in workers.run(range(3))] == [3_000_000] * 3
+@pytest.mark.parametrize("tasks", [0, 2])
+def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_comes_whole(tasks: int) -> None:
+    with group(lambda slot, task: (os.getpid(), b"x" * 3_000_000), 5) as workers:
+        done = [value for _, value in workers.run(range(tasks))]
+    assert len({pid for pid, _ in done}) <= tasks
+    assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
 def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Path) -> None:
@@ -163,10 +159,19 @@ def test_the_first_error_is_raised_once_the_others_have_drained(
     assert not (tmp_path / "5").exists()
 
 
+class Exits:
+    """A task that ends each process that loads it."""
+
+    def __call__(self, slot: int, task: int) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
 @pytest.mark.slow
 def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop() -> None:
     said = r"(?s)No worker process could be started.*__main__"
-    with group(Loaded(sys.exit, 3), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
+    with group(Exits(), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
         list(workers.run([1]))
 
 
@@ -406,36 +411,6 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with group(run) as workers:
         assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_still_being_started_holds_up_no_stop(tmp_path: Path) -> None:
-    thread = in_thread(
-        lambda: until_there(tmp_path / "loads"),
-        lambda: os.kill(os.getpid(), signal.SIGTERM),
-    )
-    began = time.monotonic()
-    with group(Loaded(load_forever, tmp_path / "loads"), method="spawn") as workers, pytest.raises(Stopped):
-        list(workers.run([1]))
-    thread.join()
-    assert time.monotonic() - began < 400
-
-
-class Loaded:
-    """A task that another process has once it has called a function."""
-
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.made_by = function, arguments
-
-    def __call__(self, slot: int, task: int) -> None: ...
-
-    def __reduce__(self) -> Any:
-        return self.made_by
-
-
-def load_forever(started: Path) -> None:
-    started.touch()
-    time.sleep(600)
 
 
 @pytest.mark.slow

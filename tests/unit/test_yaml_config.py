@@ -117,21 +117,18 @@ def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: st
     assert runner.shared_context == expected
 
 
-def test_functions_are_import_paths(job: Build) -> None:
+def test_functions_are_import_paths_and_may_be_steps(job: Build) -> None:
     reader, runner = job(("chat", "my_module.my_rollout"), ("documents}", "d, adapter: my_module.adapter}")).pipeline
     assert inspect.iscoroutinefunction(runner.rollout_fn)
     assert reader.adapter.__func__ is sys.modules["my_module"].adapter
-
-
-def test_a_function_may_be_a_step(job: Build) -> None:
     executor = job(("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- my_module.my_rollout"))
     assert executor.pipeline[0] is sys.modules["my_module"].my_rollout
 
 
 def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
-    step = ("class_path: JsonlReader\n        init_args: {data_folder: documents}", "class_path: my_module.Step")
-    arguments = (step[1], "class_path: my_module.Step\n        init_args: {size: 3, other: [1, x]}")
-    assert job(step, arguments).pipeline[0].got == (3, None, {"other": [1, "x"]})
+    reader, step = "JsonlReader\n        init_args: {data_folder: documents}", "my_module.Step\n        init_args: "
+    executor = job((reader, f"{step}{{size: 3, other: [1, x]}}"))
+    assert executor.pipeline[0].got == (3, None, {"other": [1, "x"]})
 
 
 def test_a_folder_may_come_with_storage_options(job: Build) -> None:

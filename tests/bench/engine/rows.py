@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from tests.bench.engine.offline import Clock
 from tests.bench.engine.work import Work
+from tests.bench.systems import cpu_seconds
 
 _SERVE = Path(__file__).with_name("serve.py")
 
@@ -39,7 +39,7 @@ class Meter:
         if not self._sent:
             self._sent = True
             self.clock.start()
-            self._cpu = _cpu_seconds()
+            self._cpu = cpu_seconds()
 
     def answered(self, usage: dict[str, Any]) -> None:
         self.answers += 1
@@ -47,7 +47,7 @@ class Meter:
         for name in self.counts:
             self.counts[name] += usage.get(name) or details.get(name) or 0
         if self.answers == self.documents:
-            self._cpu = _cpu_seconds() - self._cpu
+            self._cpu = cpu_seconds() - self._cpu
             self.clock.stop()
 
     def watched(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -151,11 +151,6 @@ async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
             with (folder / "answers.jsonl").open("w") as file:
                 await asyncio.gather(*(ask(session, file) for _ in range(work.in_flight)))
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 ROWS = {"bare": run_bare, "ours": run_ours, "datatrove": run_datatrove}

@@ -67,13 +67,12 @@ def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> lis
         "ours": "ours, with checkpoints",
         "datatrove": "datatrove's runner, with checkpoints",
     }
-    share = statistics.median(rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True))
     shares = [rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True)]
     spread = f" ({min(shares):.3f} to {max(shares):.3f})" if row != OFFLINE and len(some) > 1 else ""
     return [
         names[row],
         f"{_median(some, rate):,.0f}",
-        f"{share:.3f}{spread}",
+        f"{statistics.median(shares):.3f}{spread}",
         f"{_median(some, seconds):.1f}",
         f"{_median(some, lambda result: result['wall']):.1f}",
         f"{_median(some, lambda result: result['cpu_of_all']):.1f}",

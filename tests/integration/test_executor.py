@@ -185,12 +185,11 @@ def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> Loca
     )
 
 
-def test_several_workers_write_what_one_writes(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        for workers in (1, 3):
-            write_inputs(tmp_path / str(workers), 3)
-            job(tmp_path / str(workers), server, workers).run()
-        assert set(server.asked.values()) == {2}
+def test_several_workers_write_what_one_writes(tmp_path: Path, server: FakeServer) -> None:
+    for workers in (1, 3):
+        write_inputs(tmp_path / str(workers), 3)
+        job(tmp_path / str(workers), server, workers).run()
+    assert set(server.asked.values()) == {2}
     assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
 
 

@@ -288,7 +288,7 @@ def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], server: FakeServer
 ) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
     assert fork(old, new) == 0
@@ -296,25 +296,23 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
     assert main(["status", str(new / "checkpoints")]) == 0
     capsys.readouterr()
     assert main(["verify", str(new / "checkpoints"), "--output", str(new / "output")]) == 3
-    with FakeServer() as server:
-        run(new, server.url, 1)
-        capsys.readouterr()
-        assert main(["verify", str(new / "checkpoints")]) == 3
-        assert "no problem, 2 things not finished: 2 ranks, 5 documents" in capsys.readouterr().out
-        run(new, server.url, 0)
-        run(new, server.url, 2)
+    run(new, server.url, 1)
+    capsys.readouterr()
+    assert main(["verify", str(new / "checkpoints")]) == 3
+    assert "no problem, 2 things not finished: 2 ranks, 5 documents" in capsys.readouterr().out
+    run(new, server.url, 0)
+    run(new, server.url, 2)
     assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
+def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path, server: FakeServer) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     assert fork(old, new) == 0
     shutil.copytree(old / "input", new / "input")
-    with FakeServer() as server:
-        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
-        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+    run(new, server.url, 1)  # the same prompt: each answer that is kept is used
+    assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
 
 
 def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

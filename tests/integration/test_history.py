@@ -136,7 +136,7 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path) -> None:
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path, server: FakeServer) -> None:
     path = tmp_path / "input" / "documents.jsonl.gz"
     path.parent.mkdir()
     content = b"".join(orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100))
@@ -149,10 +149,9 @@ def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path:
         return await ask(document, generate)
 
     settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True, "records_per_chunk": 20}
-    with FakeServer() as server:
-        with pytest.raises(DocumentFailed):
-            runner(tmp_path, server, refuse_half, **settings).run(JsonlReader(str(path.parent)).run())
-        runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, refuse_half, **settings).run(JsonlReader(str(path.parent)).run())
+    runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
     first, second = history_of(tmp_path).attempts
     assert first.last.position.unit == "bytes"
     assert first.last.position.share == pytest.approx(0.5, abs=0.02)

@@ -342,12 +342,11 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
 
 
-def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:
+def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
-    with FakeServer() as server:
-        step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
-        step.run(JsonlReader(f"{tmp_path}/documents").run())
+    step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
+    step.run(JsonlReader(f"{tmp_path}/documents").run())
     before = kept(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     restore_rank(f"{tmp_path}/mirror", tmp_path / "checkpoints", 0, retries=False)

@@ -223,10 +223,9 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_memory_file_system")
-def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said) -> None:
+def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, server: FakeServer) -> None:
     url = "memory://status/mirror"
-    with FakeServer() as server:
-        runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
+    runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
     local = json.loads(said(tmp_path / "checkpoints", "--json")[1])
     code, text = said(url, "--json")
     copy = json.loads(text)

@@ -72,7 +72,7 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
 
 
 @pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> None:
+def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said, server: FakeServer) -> None:
     job, asked = Job(tmp_path), itertools.count(1)
 
     def until_committed() -> None:
@@ -84,14 +84,13 @@ def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> Non
     job.lose_the_node()
     (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
     assert said("repair", job.remote)[0] == 0
-    with FakeServer() as server:
-        job.run(server)
-        assert set(server.asked) == {
-            *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
-            "text 4 again",
-            "text 5",
-            "text 5 again",
-        }
+    job.run(server)
+    assert set(server.asked) == {
+        *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
+        "text 4 again",
+        "text 5",
+        "text 5 again",
+    }
 
 
 @pytest.mark.slow

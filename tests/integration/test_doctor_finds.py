@@ -32,11 +32,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> Doctor:
+def found(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer) -> Doctor:
     """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by check."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")

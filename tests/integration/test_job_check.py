@@ -56,11 +56,8 @@ class Command:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
-) -> Command:
+def run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer) -> Command:
     """A job of three tasks with four documents each, in the working folder."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("input").mkdir()
     for task in range(3):

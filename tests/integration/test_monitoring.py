@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import exporter, metrics_port, tracking
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT
 from tests.processes import is_alive
@@ -140,7 +140,7 @@ def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monke
 
 
 def test_a_missing_package_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
     for settings, extra in (
@@ -169,18 +169,17 @@ def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_doctor_finds_a_missing_package(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    main(["doctor", "job.yaml"])
-    assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
+    printed = command("doctor", "job.yaml", code=None).out
+    assert "ok       monitoring, ready: everything that it needs is installed here." in printed
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    main(["doctor", "job.yaml"])
-    said = capsys.readouterr().out
+    said = command("doctor", "job.yaml", code=None).out
     assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    assert main(["doctor", "job.yaml"]) == 1
-    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
+    printed = command("doctor", "job.yaml", code=1).out
+    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in printed
 
 
 def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:

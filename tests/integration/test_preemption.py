@@ -330,32 +330,30 @@ def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, reraised: list[in
 
 
 def test_a_server_that_is_starting_is_stopped_at_once(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
+    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    (here / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
-    step = InferenceRunner(plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
+    step = InferenceRunner(plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"))
     began = time.monotonic()
-    loads = signal_once(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    loads = signal_once(lambda: (here / "pid").exists() and (here / "pid").read_text())
     with loads, pytest.raises(Preempted):
         step.run(documents(2))
     assert time.monotonic() - began < 300
-    pid = int((tmp_path / "pid").read_text())
+    pid = int((here / "pid").read_text())
     assert pid not in [process.pid for process in guardian.process_table()]
 
 
 def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
+    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     """Slurm signals all processes of a step, the server among them."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     Path("engine.py").write_text(ENGINE)
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, max_concurrent_generations=2)
     step = InferenceRunner(
-        plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"), drain_seconds=600
+        plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"), drain_seconds=600
     )
     asked = signal_once(lambda: Path("asked").exists() and len(lines("asked")) >= 2)
     with asked, when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):

@@ -41,9 +41,8 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))

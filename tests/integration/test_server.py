@@ -69,9 +69,8 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
 
 

@@ -16,6 +16,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 from tests.crash.test_every_effect import answered
 from tests.jobs import ask, config, documents, runner, writer
 
@@ -154,15 +155,13 @@ def both(folder: Path, one: FakeServer) -> FakeServer:
     return FakeServer(answer=answer)
 
 
-def test_the_slower_job_overwrites_nothing_however_often_it_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_slower_job_overwrites_nothing_however_often_it_is_started(tmp_path: Path, command: Command) -> None:
     with FakeServer(answer=lambda path, text: "a") as one, both(tmp_path, one) as other:
         for _ in range(2):
             with pytest.raises(OutputMismatch, match=r"jsonl is there with other content, which this rank has not"):
                 job(tmp_path, other, "b").run(documents(5))
-            assert main(["verify", str(tmp_path / "b" / "checkpoints")]) == 1
-            assert ".jsonl is named by no commit. Another job has written it" in capsys.readouterr().out
+            printed = command("verify", tmp_path / "b" / "checkpoints", code=1).out
+            assert ".jsonl is named by no commit. Another job has written it" in printed
         asked = dict(other.asked)
         mine = [path.read_text() for path in (tmp_path / "output").glob("*.jsonl")]
         assert len(mine) == 3

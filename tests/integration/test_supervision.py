@@ -107,15 +107,14 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def _quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
     monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
     monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
     monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
-    (tmp_path / "engine.py").write_text(ENGINE)
+    (here / "engine.py").write_text(ENGINE)
 
 
 def config(**settings: Any) -> InferenceConfig:

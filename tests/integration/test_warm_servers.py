@@ -45,9 +45,8 @@ SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
     Path("engine.py").write_text(SCRIPT)
 

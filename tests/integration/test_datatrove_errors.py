@@ -53,17 +53,10 @@ async def returns_them(document: Document, generate: Any) -> Any:
     return {"pages": await asyncio.gather(ask(document, generate), return_exceptions=True)}
 
 
-ROLLOUTS = [
-    ask,
-    raises_its_text_later,
-    raises_its_own_from_it,
-    gathers_and_raises_all,
-    returns_them,
-]
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize(
+    "rollout", [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them]
+)
 def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path: Path, rollout: Any) -> None:
     with FakeServer(status=reject("text 1")) as server:
         step = runner(tmp_path, server, rollout, skip_bad_requests=True)
@@ -184,16 +177,13 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: P
     assert error.payload is None
 
 
-def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
+def test_a_rejected_request_is_an_inference_error_with_its_payload_that_travels_to_another_process(
+    tmp_path: Path,
+) -> None:
     with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError, match=BAD) as caught:
         runner(tmp_path, server).run(documents(1))
     assert isinstance(caught.value.error, errors.RequestRejected)
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
-
-
-def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError) as caught:
-        runner(tmp_path, server).run(documents(1))
     there = pickle.loads(pickle.dumps(caught.value))
     assert (type(there), str(there)) == (type(caught.value), str(caught.value))
     assert there.error == str(caught.value.error)

@@ -16,7 +16,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from tests.commands import Command
 from tests.datatrove_job import TEMPLATE, Datatrove, write_input
 from tests.integration.test_migrate import datatrove, expected, folder, migrate, write_yaml, written
+from tests.patience import until
 
 __all__ = ["datatrove", "folder"]  # pytest finds these fixtures here
 
@@ -58,10 +58,7 @@ def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
     write_input(folder, NUMBER)
     with FakeServer(hold_after=12) as server:
         pid = datatrove.start(folder, server.url, concurrent=1, **settings)
-        deadline = time.monotonic() + 300
-        while not is_left(folder):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: is_left(folder))
         os.kill(pid, signal.SIGKILL)
         assert datatrove.end() == -signal.SIGKILL
 

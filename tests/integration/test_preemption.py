@@ -32,6 +32,7 @@ from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
+from tests.processes import write_program
 
 DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in drain_settings.SIGNALS]
@@ -492,9 +493,7 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    tool = tmp_path / "squeue"
-    tool.write_text(f"#!{sys.executable}\n{script}\n")
-    tool.chmod(0o755)
+    write_program(tmp_path / "squeue", f"#!{sys.executable}\n{script}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "17")

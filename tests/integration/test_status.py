@@ -74,7 +74,7 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     assert "  dead " not in text, "a retry has written them"
     assert "retries    3 dead letters retried, 3 of them written" in text
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
-    kinds = [line.split(": ") for line in troubled if line.startswith("  rank ")]
+    kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
     every = said(tmp_path, "--all", code=1)
     table = every[every.index("  rank  state") :].splitlines()

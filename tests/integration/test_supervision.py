@@ -31,7 +31,8 @@ from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_nod
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from tests.processes import is_alive
+from tests import patience
+from tests.processes import is_alive, write_program
 
 # Without an HTTP library, whose import would take most of the time of these tests.
 SERVE = """
@@ -262,14 +263,16 @@ def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
     play(script, hang_timeout=60)
 
 
+def stand_in_for_vllm(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(Path("bin/vllm"), program)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
+
+
 @pytest.fixture
 def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program named vllm that does nothing."""
-    Path("bin").mkdir()
-    Path("bin/vllm").write_text("#!/bin/sh\nexec sleep 600\n")
-    Path("bin/vllm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
+    stand_in_for_vllm("#!/bin/sh\nexec sleep 600\n", monkeypatch)
 
 
 @asynccontextmanager
@@ -557,13 +560,9 @@ class TwoNodes:
     """A task on two nodes, both of them this machine."""
 
     def __init__(self, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, script in (("bin/vllm", TWO_PART_VLLM), ("node.py", NODE)):
-            Path(name).parent.mkdir(exist_ok=True)
-            Path(name).write_text(script)
-            Path(name).chmod(0o755)
+        stand_in_for_vllm(TWO_PART_VLLM, monkeypatch)
+        Path("node.py").write_text(NODE)
         Path("job.json").write_text(json.dumps({"port": master_port(), "texts": texts}))
-        monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
-        monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
         monkeypatch.setenv(KEY, KEY_OF_TEST)
 
@@ -584,10 +583,7 @@ class TwoNodes:
     def codes(self) -> list[int]:
         """Exit codes of both nodes, which must end. No process of the engine may be left two minutes later."""
         codes = [node.wait(timeout=400) for node in self.nodes]
-        deadline = time.monotonic() + 120
-        while any(is_alive(pid) for pid in self.parts(0) + self.parts(1)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        patience.until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
         return codes
 
     def parts(self, rank: int) -> list[int]:

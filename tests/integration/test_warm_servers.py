@@ -30,7 +30,7 @@ from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
-from tests.integration.test_supervision import ENGINE, engines, lines
+from tests.integration.test_supervision import ENGINE, engines, lines, stand_in_for_vllm
 from tests.patience import until
 from tests.processes import is_alive
 
@@ -254,11 +254,7 @@ def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program named vllm, and four GPUs."""
-    Path("bin").mkdir()
-    Path("bin/vllm").write_text(f"#!{sys.executable}\n{SCRIPT}")
-    Path("bin/vllm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
+    stand_in_for_vllm(f"#!{sys.executable}\n{SCRIPT}", monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)

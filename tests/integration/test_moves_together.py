@@ -345,17 +345,6 @@ def test_what_a_node_has_of_before_reshard_is_replaced_by_what_the_mirror_has(jo
 
 
 @pytest.mark.slow
-def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None:
-    dealt_out_anew(job, 4, 2)
-    job.changes = mirrored(job)
-    check_before_run(job.executor(2))
-    job.stop_in_the_middle(2, some(job, 5))
-    (job.checkpoints / SHARES).unlink()
-    job.executor(2).run()
-    job.check_finished()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [RUN, COMMITS])
 def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(job: Job, name: str) -> None:
     job.changes = mirrored(job)

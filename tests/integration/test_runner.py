@@ -519,10 +519,8 @@ def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.Mon
     ("url", "cause"),
     [
         *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
-        ("${MY_URL}/?code=hush", "in its query"),
+        ("${MY_URL}/?code=hush", r"endpoint_url: .*in its query would be written to files"),
         ("${MY_URL}me:hush@host", "use api_key_env"),
-        ("http://me:hush@127.0.0.1:1/v1", "use api_key_env"),
-        ("http://h/?api-version=1&code=hush", r"endpoint_url: .*in its query would be written to files"),
     ],
 )
 def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url: str, cause: str) -> None:

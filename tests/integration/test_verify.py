@@ -383,7 +383,9 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(
     assert "was run with settings that differ from rank 0" in said("verify", tmp_path, code=1)
 
 
-def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeServer, said: Said) -> None:
+def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
     seen: dict[str, Printed] = {}
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -391,16 +393,20 @@ def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeSe
             commits = tmp_path / "checkpoints/00000/commits.jsonl"
             while not commits.exists() or not commits.stat().st_size:
                 await asyncio.sleep(0.001)
-            for name in ("status", "verify", "repair"):
-                seen[name] = await asyncio.to_thread(said, name, tmp_path, code=3 if name == "verify" else 0)
+            for name, code in (("status", 0), ("verify", 3), ("repair", 0)):
+                seen[name] = await asyncio.to_thread(said, name, tmp_path, code=code)
+            chunk_file(tmp_path, 0).unlink()
+            seen["repair of a lost file"] = await asyncio.to_thread(said, "repair", tmp_path, code=1)
         return True
 
-    runner(tmp_path, server, rollout).run(documents(3))
+    with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
+        runner(tmp_path, server, rollout).run(documents(3))
     assert "1 rank (1 running)" in seen["status"]
     assert "2 done" in seen["status"]
     assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"]
     assert seen["repair"] == "There is nothing to repair.\n"
-    said("verify", tmp_path)
+    assert "error: This very process works on this rank already" in seen["repair of a lost file"]
+    said("verify", tmp_path, code=1)
 
 
 # json ----------------------------------------------------------------------------------------------------------------
@@ -616,23 +622,6 @@ def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
     assert not server.asked
     assert outputs(job / "output") == undamaged
     said("verify", job, "--full")
-
-
-def test_a_rank_at_work_is_not_repaired(tmp_path: Path, server: FakeServer, said: Said) -> None:
-    seen: list[Printed] = []
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == "id 2":
-            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
-                await asyncio.sleep(0.001)
-            chunk_file(tmp_path, 0).unlink()
-            seen.append(await asyncio.to_thread(said, "repair", tmp_path, code=1))
-        return True
-
-    with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
-        runner(tmp_path, server, rollout).run(documents(3))
-    assert "error: This very process works on this rank already" in seen[0]
-    said("verify", tmp_path, code=1)
 
 
 def move_letters(job: Path) -> None:

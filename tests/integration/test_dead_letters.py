@@ -21,7 +21,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, documents, ids, letters, runner
+from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
@@ -97,14 +97,9 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     """Documents 1 and 2 fail first. The first retry writes 2 of them, the second retry the other one."""
     bad = {"id 1", "id 2"}
 
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id in bad:
-            raise ValueError("bad")
-        return await ask(document, generate)
-
     def run(retrying: bool = False) -> None:
         changes = {"on_document_error": "dead_letter", "records_per_chunk": 3, "accept_changes": True}
-        step = runner(tmp_path, server, rollout, **changes)
+        step = runner(tmp_path, server, fails_at(bad), **changes)
         step.retry_dead_letters = retrying
         step.run([] if retrying else documents(5))
 
@@ -156,9 +151,8 @@ def test_a_document_that_a_chunk_and_a_retry_have_delivered_is_found_and_repaire
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, command: Command) -> None:
-    job, refused = "job.yaml", [True]
-    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "Say e" else None  # noqa: E731
-    with FakeServer(status=status) as server:
+    job, refused = "job.yaml", ["Say e"]
+    with FakeServer(status=rejects(refused)) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
         assert "2 of 2 ranks are not finished" in command("run", job, "--retry-dead-letters", code=2).err
@@ -196,8 +190,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server
 def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path: Path, log: list[str]) -> None:
     """A rejected request was sent, too. Each retry sends it again, so the same command has something to do."""
     bad = {"text 1"}
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
+    with FakeServer(status=rejects(bad)) as server:
 
         def closing(retry: bool, number: int = 4) -> str:
             log.clear()

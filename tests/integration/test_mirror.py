@@ -40,7 +40,7 @@ from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, runner
+from tests.jobs import documents, rejects, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
 from tests.patience import until
 
@@ -134,8 +134,7 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
 
 def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
     bad = ["text 1", "text 4"]
-    refuse = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=refuse) as server:
+    with FakeServer(status=rejects(bad)) as server:
         job.run(server, skip_bad_requests=True)
         job.lose_the_node()
         bad.remove("text 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, fails_at, runner, writer
 from tests.pages import ROOT
 from tests.processes import is_alive
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
@@ -75,23 +76,18 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
 
 
 def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
-    async def fails_at_5(document: Any, generate: Any) -> Any:
-        if document.id == "id 5" and failing:
-            raise ValueError("not today")
-        return await ask(document, generate)
-
     settings = MonitoringConfig(metrics_file=str(tmp_path / "${rank}.prom"))
     found = []
     with FakeServer() as server:
-        for failing in (True, False):
+        for rollout in (fails_at(["id 5"]), ask):
             job = runner(
-                tmp_path, server, fails_at_5, config={"max_concurrent_documents": 1}, monitoring=settings,
+                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=settings,
                 accept_changes=True,
             )  # fmt: skip
             try:
                 job.run(documents(8))
             except CkptError:
-                assert failing
+                assert rollout is not ask
             found.append(samples((tmp_path / "00000.prom").read_text(), run=tmp_path.name))
     first, second = found
     assert (first["rank_state failed"], second["rank_state done"]) == (1, 1)
@@ -280,23 +276,16 @@ TRACKED = MonitoringConfig(run_name="books", wandb_project="team/texts")
 
 
 def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: list[str], server: FakeServer) -> None:
-    failing = True
-
-    async def fails_once(document: Any, generate: Any) -> Any:
-        if document.id == "id 3" and failing:
-            raise ValueError("not today")
-        return await ask(document, generate)
-
-    for failing, rank in ((True, 0), (True, 1), (False, 0), (False, 1)):
+    for rollout, rank in itertools.product((fails_at(["id 3"]), ask), (0, 1)):
         with no_tracking_left():  # as if each were a command of its own
             job = runner(
-                tmp_path, server, fails_once, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
+                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
                 accept_changes=True,
             )  # fmt: skip
             try:
                 job.run(documents(5), rank, 2)
             except CkptError:
-                assert failing
+                assert rollout is not ask
     inits = made(calls, "init")
     assert len({(one["id"], one["project"], one["entity"], one["name"], one["resume"]) for one in inits}) == 1
     assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")

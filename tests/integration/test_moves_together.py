@@ -22,6 +22,7 @@ from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.datatrove_job import Datatrove
+from tests.jobs import rejects
 from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -135,10 +136,8 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command) ->
 
 
 def test_verify_compares_the_new_number_of_tasks_with_the_file(here: Path, command: Command) -> None:
-    refused = {"c"}
-    with FakeServer(
-        status=lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in refused else None
-    ) as server:
+    refused = {"Say c"}
+    with FakeServer(status=rejects(refused, 403)) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
         command("run", "job.yaml", code=1)
         assert "--executor.tasks=3" in command("reshard", "job.yaml", "--tasks", "3").out

@@ -37,7 +37,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, ids, make_server, rows, runner, writer
+from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
 
 
 def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -251,15 +251,14 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
 
 
 def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
-    broken = [True]
-    status = lambda payload, times: 400 if broken[0] and payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    bad = ["text 1"]
     in_turn = {"max_concurrent_generations": 1}  # the rejection cuts no other request off
-    with FakeServer(status=status) as server:
+    with FakeServer(status=rejects(bad)) as server:
         for says in ("'id 1'.*HTTP 400", "an earlier attempt got this answer; retry_errors=True asks again"):
             with pytest.raises(DocumentFailed, match=says):
                 runner(tmp_path, server, config=in_turn).run(documents(2))
         assert server.asked["text 1"] == 1, "a permanent error is an answer"
-        broken[0] = False
+        bad.clear()
         runner(tmp_path, server, retry_errors=True, config=in_turn).run(documents(2))
     assert ids(tmp_path) == ["id 0", "id 1"]
     assert server.asked == {"text 0": 1, "text 1": 2}

@@ -35,21 +35,17 @@ from datatrove_ckpt.testing import (
 )
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.commands import Command, Printed
-from tests.jobs import documents, runner, writer
+from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., Printed]
 
 
-def reject_some(payload: dict[str, Any], times: int) -> int | None:
-    """Documents 1 and 4 are dead letters."""
-    return 400 if payload["messages"][-1]["content"] in ("text 1", "text 4") else None
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with FakeServer(status=reject_some) as running:
+    """Documents 1 and 4 are dead letters."""
+    with FakeServer(status=rejects(["text 1", "text 4"])) as running:
         yield running
 
 
@@ -488,8 +484,7 @@ def test_dead_letters_of_repaired_chunks_are_there_once(
     assert set(server.asked) == {f"text {ordinal}" for c in chunks for ordinal in (2 * c, 2 * c + 1) if ordinal < 7}
     assert outputs(job / "output") == undamaged
     said("verify", job, "--full")
-    letters = (job / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
-    assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4]
+    assert sorted(letter["ordinal"] for letter in letters(job)) == [1, 4]
     # And again, now that the commits come in another order, and a blank lies between the letters.
     chunk_file(job, chunks[-1]).unlink()
     said("repair", job)
@@ -568,8 +563,7 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
         life()
         assert outputs(damaged / "output") == undamaged, point
         said("verify", damaged, "--full")
-        letters = (damaged / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
-        assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4], point
+        assert sorted(letter["ordinal"] for letter in letters(damaged)) == [1, 4], point
     effects = ("remove 00000", "remove 00000.txt", "rename commits.jsonl", "remove 00000_chunk_00000.jsonl")
     order = [points.index(effect) for effect in effects]
     assert order == sorted(order), "the marker first, then what names the commits, then the commits, then the rest"

@@ -29,6 +29,7 @@ from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT, pages, table_rows
+from tests.patience import until_async
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
 
@@ -210,8 +211,7 @@ def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:
 
 def test_progress_is_a_line(tmp_path: Path, log: list[str], server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
-        while not any("req/s" in line for line in log):
-            await asyncio.sleep(0.01)
+        await until_async(lambda: any("req/s" in line for line in log))
         return await ask(document, generate)
 
     runner(tmp_path, server, rollout, config={"metric_interval": 0.05}).run(documents(1))

@@ -166,21 +166,11 @@ def byte_mutations(half: Half, name: str, places: list[float], chance: random.Ra
         )
 
 
-RUNS = (
-    b"[]",
-    b"null",
-    b"{}",
-    b'{"owner": []}',
-    b'{"format": 1, "owner": {"fence": "x"}}',
-    b"\xff\xfe",
-    b'"',
-    b"1" * 99,
-)
+RUNS = (b"[]", b"{}", b'{"owner": []}', b'{"format": 1, "owner": {"fence": "x"}}', b"\xff\xfe")
 LINES = (b"[]", b"{}", b"null", b'{"ordinal":1}', b'{"tally":{},"files":[]}')
 NAMES = (
     "chunk_9999999999.jsonl",
     "chunk_abc.jsonl",
-    "chunk_-0001.jsonl",
     "chunk_\u0660\u0660\u0660\u0660\u0663.jsonl",
     "chunk_000003.jsonl",
 )

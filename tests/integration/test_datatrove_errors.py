@@ -172,9 +172,8 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: P
     assert error.payload is None
 
 
-def test_a_rejected_request_is_an_inference_error_with_its_payload_that_travels_to_another_process(
-    tmp_path: Path,
-) -> None:
+def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
+    """And without it in another process."""
     with FakeServer(status=rejects(["text 0"])) as server, pytest.raises(InferenceError, match=BAD) as caught:
         runner(tmp_path, server).run(documents(1))
     assert isinstance(caught.value.error, errors.RequestRejected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -28,6 +27,7 @@ from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import documents, writer
 from tests.make_release import run
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 from .test_releases import NEWEST, VERSIONS, kept, restored
@@ -50,8 +50,7 @@ class TwoSteps:
     async def __call__(self, document: Document, generate: Any) -> Any:
         first = await generate({"messages": [{"role": "user", "content": f"Say {document.text}"}]})
         if document.id == self.stop_at:
-            while number_of_commits(self._commits) < 2:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: number_of_commits(self._commits) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
         second = await generate({"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]})
         return second.text

@@ -35,7 +35,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, runner, writer
-from tests.patience import until
+from tests.patience import until, until_async
 
 
 async def cancels_its_own_request(document: Document, generate: Any) -> Any:
@@ -60,8 +60,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 
     async def converts(document: Document, generate: Any) -> Any:
         if document.id == "id 5" and stops:
-            while sum(server.asked.values()) < 5:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: sum(server.asked.values()) >= 5)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         try:

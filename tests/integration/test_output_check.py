@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
@@ -28,6 +27,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
 from tests.jobs import ask, documents, runner, writer
 from tests.kept import content_of
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          records_per_chunk: 2\n"
@@ -100,8 +100,7 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
 ) -> None:
     async def fail_late(document: Document, generate: Any) -> Any:
         if document.id == "id 5":
-            while len(list((tmp_path / "output").glob("*.jsonl"))) < 2:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: len(list((tmp_path / "output").glob("*.jsonl"))) >= 2)
             raise RuntimeError("not yet")
         return await ask(document, generate)
 
@@ -148,8 +147,7 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
     async def remove(document: Document, generate: Any) -> Any:
         if document.id == "id 4":
             commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-            while not commits.exists() or commits.read_bytes().count(b"\n") < 2:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: commits.exists() and commits.read_bytes().count(b"\n") >= 2)
             first = tmp_path / "output" / "00000_chunk_00000.jsonl"
             first.unlink() if what == "file" else shutil.rmtree(tmp_path / "output")
         return await ask(document, generate)

@@ -32,6 +32,7 @@ from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
+from tests.patience import until_async
 from tests.processes import write_program
 
 DRAINS = "requests in flight have"
@@ -468,8 +469,7 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
     """A job whose time limit is near once the server has a request."""
 
     async def deadline() -> float:
-        while not server.payloads:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: server.payloads)
         return time.time() + 0.1
 
     monkeypatch.setattr(preemption, "slurm_deadline", deadline)

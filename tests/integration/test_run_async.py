@@ -17,6 +17,7 @@ from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecuto
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
+from tests.patience import until_async
 
 TEST_SECONDS = 400.0
 
@@ -118,8 +119,7 @@ def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> N
         with FakeServer(hold_after=2) as server:
             step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
             running = asyncio.create_task(step.run_async(documents(9)))
-            while len(server.payloads) < 5:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: len(server.payloads) >= 5)
             running.cancel()
             await asyncio.sleep(0.2)  # a stop without a drain would be over
             server.release()
@@ -134,17 +134,13 @@ def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> N
 
 
 def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
-    async def until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
     async def main() -> None:
         with FakeServer(hold_after=4) as server:
             step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
             running = asyncio.create_task(step.run_async(documents(5)))
-            await until(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
+            await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
             running.cancel()
-            await until(lambda: any("a second cancellation ends the wait at once" in line for line in log))
+            await until_async(lambda: any("a second cancellation ends the wait at once" in line for line in log))
             assert not running.done()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):

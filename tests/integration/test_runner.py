@@ -38,6 +38,7 @@ from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
+from tests.patience import until_async
 
 
 def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -48,8 +49,7 @@ def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 async def until_journaled(folder: Path, number: int) -> None:
     """Until that many documents of chunk 0 are finished."""
     journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
-    while not journal.exists() or journal.read_bytes().count(b"\n") < number:
-        await asyncio.sleep(0.001)
+    await until_async(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= number)
 
 
 @pytest.mark.slow
@@ -60,8 +60,7 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == f"id {number}":
-            while server.asked.total() < number:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: server.asked.total() >= number)
             ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
             taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
             server.release()
@@ -203,8 +202,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
         number = document.metadata["number"]
         assert drawn.setdefault(number, result.text) == result.text
         if fail[0]:
-            while len(drawn) < 3:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: len(drawn) >= 3)
             raise RuntimeError("not yet")
         return result.text
 

@@ -5,7 +5,6 @@ tests/real/test_slurm.py has a real Slurm.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
+from tests.patience import until_async
 from tests.processes import write_program
 
 TASKS = 3
@@ -150,8 +150,7 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def once_the_end_is_known(document: Document, generate: Any) -> Any:
-        while not slurm_job._first_asked:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: slurm_job._first_asked)
         return await ask(document, generate)
 
     step = runner(tmp_path, server, once_the_end_is_known)

@@ -37,6 +37,7 @@ from datatrove_ckpt.testing.disks import copy_tree
 from tests.commands import Command, Printed
 from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 Said = Callable[..., Printed]
@@ -151,26 +152,18 @@ def remove(job: Path) -> None:
     chunk_file(job, 1).unlink()
 
 
-def truncate(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def grow(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def alter(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER", 1))
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    return lambda job: chunk_file(job, 1).write_bytes(change(chunk_file(job, 1).read_bytes()))
 
 
 MENDABLE = {
     "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
-    "truncated": (truncate, "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
-    "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
-    "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
+    "truncated": (rewrite(lambda data: data[:-1]), "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
+    "grown": (rewrite(lambda data: data + b"\n"), "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
+    "altered": (
+        rewrite(lambda data: data.replace(b"answer", b"ANSWER", 1)),
+        "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
+    ),
 }
 
 
@@ -202,10 +195,6 @@ def lose_a_dead_letter(job: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
 
-def newer_format(job: Path) -> None:
-    edit_commits(job, lambda commit: commit | {"from": "the future"})
-
-
 OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "foreign": (
         lambda job: (job / "output" / "notes.txt").write_text("mine"),
@@ -228,7 +217,10 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
     "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
-    "another version": (newer_format, ["line 1: the line is whole, but no commit of this version of the program"]),
+    "another version": (
+        lambda job: edit_commits(job, lambda commit: commit | {"from": "the future"}),
+        ["line 1: the line is whole, but no commit of this version of the program"],
+    ),
     "corrupt settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
         ["rank 1: ", "run.json does not hold a run"],
@@ -315,8 +307,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
 def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: FakeServer, said: Said) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":
-            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
-                await asyncio.sleep(0.001)
+            await until_async(lambda: (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists())
             raise RuntimeError("not yet")
         return True
 
@@ -387,8 +378,7 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 2":
             commits = tmp_path / "checkpoints/00000/commits.jsonl"
-            while not commits.exists() or not commits.stat().st_size:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: commits.exists() and commits.stat().st_size)
             for name, code in (("status", 0), ("verify", 3), ("repair", 0)):
                 seen[name] = await asyncio.to_thread(said, name, tmp_path, code=code)
             chunk_file(tmp_path, 0).unlink()

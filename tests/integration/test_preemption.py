@@ -307,10 +307,8 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
             await asyncio.Event().wait()
         return result
 
-    began = time.monotonic()
     with pytest.raises(Preempted):
-        runner(tmp_path, server, sleeps, drain_seconds=600).run(documents(1))
-    assert time.monotonic() - began < 300
+        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))  # longer than a test may take
 
 
 # --------------------------------------------------------------------------- at any moment
@@ -335,14 +333,12 @@ def test_a_server_that_is_starting_is_stopped_at_once(
     here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    (here / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
+    (here / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)")
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
     step = InferenceRunner(plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"))
-    began = time.monotonic()
     loads = signal_once(lambda: (here / "pid").exists() and (here / "pid").read_text())
     with loads, pytest.raises(Preempted):
         step.run(documents(2))
-    assert time.monotonic() - began < 300
     pid = int((here / "pid").read_text())
     assert pid not in [process.pid for process in guardian.process_table()]
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
+from tests.patience import until
 
 
 def all_of(number: int) -> list[str]:
@@ -103,19 +103,16 @@ def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_n
 
 def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
     with FakeServer(status=lambda payload, times: 503) as server:
-        step = runner(tmp_path, server, config={"server_patience_seconds": 600.0})
+        step = runner(tmp_path, server, config={"server_patience_seconds": 3600.0})
 
         def interrupt() -> None:
-            while sum(server.asked.values()) < 6:
-                time.sleep(0.01)
+            until(lambda: server.asked.total() >= 6)
             os.kill(os.getpid(), signal.SIGINT)
 
         timer = threading.Thread(target=interrupt)
         timer.start()
-        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            step.run(documents(4))
-        assert time.monotonic() - started < 200
+            step.run(documents(4))  # sooner than a test may take
         timer.join()
 
 

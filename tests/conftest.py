@@ -26,12 +26,12 @@ from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files, identity
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
+from tests.commands import Command, Printed
 from tests.hub import FakeHub, pointed_at
 
 TESTS = Path(__file__).parent
@@ -170,16 +170,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs a command on the checkpoints of a job; gives its exit code and what it printed."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    def call(command: str, folder: Path, *options: str) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([command, str(folder / "checkpoints"), *options])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
 
-    return call
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; a test that has it captures nothing else."""
+    return Command(capfd)
+
+
+@pytest.fixture
+def said(command: Command) -> Callable[..., Printed]:
+    """Runs a command on the checkpoints of a job."""
+    return lambda name, folder, *options, code=0: command(name, folder / "checkpoints", *options, code=code)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,28 @@ async def ask(document: Document, generate: Any) -> Any:
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
+def fails_at(bad: Collection[str]) -> Callable[[Document, Any], Awaitable[Any]]:
+    """A rollout that fails at the documents with these ids, and asks nothing for them."""
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if document.id in bad:
+            raise ValueError(f"cannot make sense of {document.id}")
+        return await ask(document, generate)
+
+    return rollout
+
+
 async def the_first_last(document: Document, generate: Any, others_committed: Callable[[], Awaitable[None]]) -> Any:
     """The first document has its answer early, and is finished when the chunks after it are committed."""
     result = await ask(document, generate)
     if document.id == "id 0":
         await others_committed()
     return result
+
+
+def rejects(texts: Collection[str], status: int = 400) -> Callable[[dict[str, Any], int], int | None]:
+    """For a server: what it says to documents with these texts, as long as they are among them."""
+    return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
 
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:

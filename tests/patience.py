@@ -7,6 +7,7 @@ limit of a test (``timeout`` in pyproject.toml) ends one that waits for ever.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import select
 import subprocess
@@ -32,6 +33,13 @@ def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+async def until_async(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+    """The same in an event loop."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 class Patience:

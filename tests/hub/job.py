@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
 from tests.hub import FakeHub
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-Cli = Callable[..., tuple[int, str]]
-"""``datatrove-ckpt ARGUMENTS``; gives the exit code and the output."""
+Cli = Callable[..., Printed]
+"""``datatrove-ckpt ARGUMENTS``; it must end with the exit code ``code``."""
 
 
 @contextmanager
@@ -28,11 +28,10 @@ def hub_job(
     text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
     write_job(folder, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
-    def run(*arguments: str) -> tuple[int, str]:
-        code = main(list(arguments))
-        said = capture.readouterr()
-        assert hub.token not in said.out + said.err
-        assert "Traceback" not in said.out + said.err
-        return code, said.out + said.err
+    def run(*arguments: str, code: int = 0) -> Printed:
+        said = Command(capture)(*arguments, code=code)
+        assert hub.token not in said
+        assert "Traceback" not in said
+        return said
 
     yield run

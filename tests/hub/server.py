@@ -44,8 +44,6 @@ class Access:
     repos: tuple[str, ...] | None = None
     """fineGrained: the repositories it may write to. None: all of its user."""
     expired: bool = False
-    requests_left: int | None = None
-    """It expires after so many requests. None: never by itself."""
 
 
 class FakeHub:
@@ -190,10 +188,6 @@ class FakeHub:
         self._rules.append(hold)
         return hold
 
-    def expire(self, token: str = token, after_requests: int = 0) -> None:
-        """The token is refused (401), after that many more requests."""
-        self.tokens[token].requests_left = after_requests
-
     # The server.
 
     def __enter__(self) -> Self:
@@ -286,9 +280,6 @@ class FakeHub:
         if request.token is None or request.kind in ("lfs-upload", "xet-upload"):  # whose URL is signed
             return None
         access = self.tokens.get(request.token)
-        if access is not None and access.requests_left is not None:
-            access.expired = access.expired or access.requests_left <= 0
-            access.requests_left -= 1
         if access is None or access.expired:
             raise Problem(401, "Invalid credentials in Authorization header")
         return access

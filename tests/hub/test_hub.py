@@ -44,17 +44,6 @@ def test_content_that_went_up_before_is_named_by_the_commit(hub: FakeHub, api: H
         api.create_commit("org/data", [lost], commit_message="lost", repo_type="dataset")
 
 
-def test_a_token_that_only_reads_or_has_expired(hub: FakeHub, api: HfApi) -> None:
-    reader = HfApi(token=hub.read_token)
-    assert reader.repo_exists("org/data", repo_type="dataset")
-    with pytest.raises(HfHubHTTPError, match="403"):
-        add(reader, "0.txt")
-    hub.expire(after_requests=1)
-    api.repo_info("org/data", repo_type="dataset")
-    with pytest.raises(HfHubHTTPError, match="401"):
-        api.repo_info("org/data", repo_type="dataset")
-
-
 def test_a_status_before_the_effect_and_after_it(hub: FakeHub, api: HfApi) -> None:
     hub.fail("commit", status=500)
     assert refused(api, "0.txt").status_code == 500

@@ -21,7 +21,6 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import checks, doctor, probes
 from datatrove_ckpt.preflight.checks import check_remote
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
@@ -29,6 +28,7 @@ from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE
 from datatrove_ckpt.preflight.space import estimate
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import documents, runner
 from tests.yaml_jobs import doctor_lines, job_yaml
 
@@ -39,36 +39,33 @@ JOB = job_yaml(
     output="out",
 )
 
-Capture = pytest.CaptureFixture[str]
-Doctor = Callable[..., int]
+Doctor = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: JOB, and two documents."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     lines = [json.dumps({"text": "Rain falls.", "id": f"rain {number}"}) for number in range(2)]
     Path("documents/a.jsonl").write_text("\n".join(lines))
     Path("job.yaml").write_text(JOB)
-    return tmp_path
+    return here
 
 
 @pytest.fixture
-def examined(job: Path) -> Doctor:
-    """``datatrove-ckpt doctor job.yaml ...`` in this process, in the job's folder."""
-    return lambda *arguments: main(["doctor", "job.yaml", *arguments])
+def examined(job: Path, command: Command) -> Doctor:
+    """``datatrove-ckpt doctor job.yaml ...`` in the job's folder; gives what it says, by what was checked."""
+    return lambda *arguments, code=0: doctor_lines(command("doctor", "job.yaml", *arguments, code=code).out)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tmp_path: Path, capsys: Capture) -> None:
+def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tmp_path: Path) -> None:
     before = names(tmp_path)
-    assert examined() == 0
-    said = doctor_lines(capsys.readouterr().out)
+    said = examined()
     assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (will be created in {tmp_path})"
     assert said["checkpoints, locks"].startswith("ok: a second process is kept out")
     assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
@@ -82,9 +79,9 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tm
     assert names(tmp_path) == before
 
 
-def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: Capture) -> None:
-    assert examined("--json", "--pipeline.1.sync_seconds=auto", "--executor.workers=2") == 0
-    content = json.loads(capsys.readouterr().out)
+def test_it_prints_json_and_takes_overrides(job: Path, command: Command) -> None:
+    changes = ("--pipeline.1.sync_seconds=auto", "--executor.workers=2")
+    content = json.loads(command("doctor", "job.yaml", "--json", *changes).out)
     messages = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
     assert (content["config"], content["exit_code"]) == ("job.yaml", 0)
     assert "(sync_seconds: auto)" in messages["checkpoints, syncs"]
@@ -109,62 +106,49 @@ def test_it_prints_json_and_takes_overrides(examined: Doctor, capsys: Capture) -
     ],
 )  # fmt: skip
 def test_what_would_fail_is_named_with_what_to_do(
-    examined: Doctor, capsys: Capture, tmp_path: Path, override: str, check: str, says: str
+    examined: Doctor, tmp_path: Path, override: str, check: str, says: str
 ) -> None:
     says = says.replace("{}", str(tmp_path))
     before = names(tmp_path)
-    assert examined(override) == says.startswith("problem")
-    assert doctor_lines(capsys.readouterr().out)[check].startswith(says)
+    assert examined(override, code=int(says.startswith("problem")))[check].startswith(says)
     assert names(tmp_path) == before
 
 
-def test_a_file_system_without_locks_is_a_warning(
-    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_a_warning(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert examined() == 0
-    assert doctor_lines(capsys.readouterr().out)["checkpoints, locks"].startswith(
-        "warning: the file system has no locks."
-    )
+    assert examined()["checkpoints, locks"].startswith("warning: the file system has no locks.")
 
 
 @pytest.mark.slow
-def test_locks_that_keep_nobody_out_are_a_problem(
-    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_that_keep_nobody_out_are_a_problem(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)  # this process's; the second one's is real
-    assert examined() == 1
-    said = doctor_lines(capsys.readouterr().out)["checkpoints, locks"]
+    said = examined(code=1)["checkpoints, locks"]
     assert said.startswith("problem: a second process was not kept out (let in).")
 
 
 def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
-    job: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    examined: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "file_system", lambda folder: FilesystemTraits("ext4 (local)"))
     slurm = JOB.replace("LocalPipelineExecutor", "SlurmPipelineExecutor").replace(
         "workers: 1", 'time: "1:00:00", partition: p'.replace(", ", "\n    ")
     )
     Path("job.yaml").write_text(slurm)
-    assert main(["doctor", "job.yaml"]) == 0
-    said = doctor_lines(capsys.readouterr().out)
+    said = examined()
     assert said["checkpoints, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
     assert said["output, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
     assert "2 ranks at once" in said["checkpoints, room"]
 
 
-def test_a_folder_that_never_answers_is_a_problem(
-    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_never_answers_is_a_problem(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
     monkeypatch.setattr(checks, "REMOTE_SECONDS", 0.5)
-    assert examined() == 1
+    said = examined(code=1)["checkpoints, reachable"]
     never.set()
-    said = doctor_lines(capsys.readouterr().out)["checkpoints, reachable"]
     assert said.endswith("there was no answer within 0 s. Repair the mount, or choose another folder.")
 
 
@@ -173,23 +157,19 @@ def test_a_folder_that_never_answers_is_a_problem(
 TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
 
 
-def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor, capsys: Capture) -> None:
-    assert examined(TO_MEMORY) == 0
-    said = doctor_lines(capsys.readouterr().out)
+def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor) -> None:
+    said = examined(TO_MEMORY)
     assert said["output, reachable"].startswith("ok: memory:///doctor/out")
     assert "staged for its upload" in said["checkpoints, room"]
     assert MemoryFileSystem().find("/doctor") == []
 
 
-def test_a_remote_output_that_refuses_is_a_problem(
-    examined: Doctor, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_output_that_refuses_is_a_problem(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    assert examined(TO_MEMORY) == 1
-    said = doctor_lines(capsys.readouterr().out)["output, reachable"]
+    said = examined(TO_MEMORY, code=1)["output, reachable"]
     assert said.startswith("problem: memory:///doctor/out/.datatrove-ckpt-probe-")
     assert "403 Forbidden" in said
 
@@ -323,11 +303,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_nothing(
-    job: Path, capsys: Capture
+    job: Path, command: Command
 ) -> None:
     before = names(job)
-    assert main(["plan", "job.yaml", "--mtbf", "6h"]) == 0
-    said = capsys.readouterr().out
+    said = command("plan", "job.yaml", "--mtbf", "6h").out
     assert said.startswith(f"pipeline[1] checkpoints: {job}/checkpoints, ")
     assert re.search(r"^   64 kB  write [\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s, 3 times\)$", said, re.MULTILINE)
     assert re.search(r"^sync_seconds: a save costs .* 3 times\); a loss every 6 h$", said, re.MULTILINE)
@@ -350,7 +329,7 @@ def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_not
 )
 def test_plan_ends_with_one_message_where_it_cannot_measure(
     job: Path,
-    capsys: Capture,
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     code: int,
@@ -360,7 +339,6 @@ def test_plan_ends_with_one_message_where_it_cannot_measure(
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    assert main(["plan", "job.yaml", "--mtbf", "6h", *arguments]) == code
-    said = capsys.readouterr().err
+    said = command("plan", "job.yaml", "--mtbf", "6h", *arguments, code=code).err
     assert says in said
     assert said.count("\n") == 1

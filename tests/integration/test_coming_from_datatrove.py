@@ -29,6 +29,7 @@ from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT, pages, table_rows
+from tests.patience import until_async
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
 
@@ -54,7 +55,7 @@ def test_the_submodules_are_modules_with_all_names() -> None:
     assert types.InferenceError is run_inference.InferenceError
 
 
-def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: Path) -> None:
+def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: Path, server: FakeServer) -> None:
     """Engines answer in the order of a schema: a reason that comes after the answer is no reason."""
     schema = {"type": "object", "properties": {"why": {"type": "string"}, "answer": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -76,8 +77,7 @@ def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: P
         return await step._send_request(Server(), payload, asyncio.Semaphore())
 
     asyncio.run(rollout(documents(1)[0], by_datatrove))
-    with FakeServer() as server:
-        runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(documents(1))
+    runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(documents(1))
     assert [json.dumps(one) for one in server.payloads] == [json.dumps(one) for one in sent]
 
 
@@ -158,16 +158,15 @@ def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
-def test_payload_and_config_stay_as_they_are(tmp_path: Path) -> None:
+def test_payload_and_config_stay_as_they_are(tmp_path: Path, server: FakeServer) -> None:
     payload = {"messages": [{"role": "user", "content": "x"}]}
     before = json.dumps(payload)
 
     async def rollout(document: Document, generate: Any) -> Any:
         return await generate(payload)
 
-    with FakeServer() as server:
-        settings = config(server, default_generation_params={"seed": 1}, model_kwargs={"a": 1})
-        InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(2))
+    settings = config(server, default_generation_params={"seed": 1}, model_kwargs={"a": 1})
+    InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(2))
     assert json.dumps(payload) == before
     assert settings.model_kwargs == {"a": 1}
 
@@ -210,14 +209,12 @@ def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:
     assert [document.metadata for document in given] == [{"rollout_results": []}, {}]
 
 
-def test_progress_is_a_line(tmp_path: Path, log: list[str]) -> None:
+def test_progress_is_a_line(tmp_path: Path, log: list[str], server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
-        while not any("req/s" in line for line in log):
-            await asyncio.sleep(0.01)
+        await until_async(lambda: any("req/s" in line for line in log))
         return await ask(document, generate)
 
-    with FakeServer() as server:
-        runner(tmp_path, server, rollout, config={"metric_interval": 0.05}).run(documents(1))
+    runner(tmp_path, server, rollout, config={"metric_interval": 0.05}).run(documents(1))
     shown = next(line for line in log if "req/s" in line)
     assert "0 documents done, 0 of them in this run, 0 requests, 0.0 doc/s, 0.0 req/s, 0 tok/s" in shown
 

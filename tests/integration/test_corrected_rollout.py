@@ -58,9 +58,8 @@ def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path)
 
 
 def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -69,24 +68,23 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         importlib.invalidate_caches()
         return main(["run", "job.yaml", *arguments]), capsys.readouterr().err
 
-    with FakeServer() as server:
-        text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_documents: 1")
-        text = text.replace('{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "users_rollouts.rollout")
-        write_job(tmp_path, f"{text}          records_per_chunk: 2\n", [f"text {number}" for number in range(6)])
-        (tmp_path / "users_rollouts.py").write_text(BROKEN)
-        flag, command = "--pipeline.1.accept_changes=true", "datatrove-ckpt run job.yaml"
-        code, said = run()
-        assert code == 1
-        assert f"the code of the rollout rollout for that, add {flag} to the command: what is done and paid" in said
-        assert f"The whole command: {command} {flag}" in said
-        (tmp_path / "users_rollouts.py").write_text(CORRECTED)
-        code, said = run()
-        assert code == 1
-        assert "(code of the function users_rollouts.rollout)" in said
-        assert f"The whole command: {command} {flag}" in said
-        assert run(flag)[0] == 0
-        assert set(server.asked.values()) == {1}
-    assert versions(tmp_path) == BY_ID
+    text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_documents: 1")
+    text = text.replace('{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "users_rollouts.rollout")
+    write_job(here, f"{text}          records_per_chunk: 2\n", [f"text {number}" for number in range(6)])
+    (here / "users_rollouts.py").write_text(BROKEN)
+    flag, command = "--pipeline.1.accept_changes=true", "datatrove-ckpt run job.yaml"
+    code, said = run()
+    assert code == 1
+    assert f"the code of the rollout rollout for that, add {flag} to the command: what is done and paid" in said
+    assert f"The whole command: {command} {flag}" in said
+    (here / "users_rollouts.py").write_text(CORRECTED)
+    code, said = run()
+    assert code == 1
+    assert "(code of the function users_rollouts.rollout)" in said
+    assert f"The whole command: {command} {flag}" in said
+    assert run(flag)[0] == 0
+    assert set(server.asked.values()) == {1}
+    assert versions(here) == BY_ID
     sys.modules.pop("users_rollouts", None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ from datatrove.data import Document
 
 from datatrove_ckpt import CkptError, InferenceError, InferenceRunner, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, config, documents, ids, runner, writer
+from tests.jobs import STOPS_SOON, ask, config, documents, ids, rejects, runner, writer
 
 BAD = "BadRequestError"
-
-
-def reject(*texts: str, status: int = 400) -> Callable[[dict[str, Any], int], int | None]:
-    return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
 
 # what is skipped ------------------------------------------------------------------------------------------------------
@@ -53,19 +48,12 @@ async def returns_them(document: Document, generate: Any) -> Any:
     return {"pages": await asyncio.gather(ask(document, generate), return_exceptions=True)}
 
 
-ROLLOUTS = [
-    ask,
-    raises_its_text_later,
-    raises_its_own_from_it,
-    gathers_and_raises_all,
-    returns_them,
-]
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize(
+    "rollout", [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them]
+)
 def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path: Path, rollout: Any) -> None:
-    with FakeServer(status=reject("text 1")) as server:
+    with FakeServer(status=rejects(["text 1"])) as server:
         step = runner(tmp_path, server, rollout, skip_bad_requests=True)
         step.run(documents(4))
     assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
@@ -73,7 +61,7 @@ def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_pa
 
 
 def test_a_remembered_rejection_skips_its_document(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 1")) as server:
+    with FakeServer(status=rejects(["text 1"])) as server:
         with pytest.raises(InferenceError):
             runner(tmp_path, server, raises_its_text_later).run(documents(4))
         runner(tmp_path, server, raises_its_text_later, skip_bad_requests=True).run(documents(4))
@@ -112,12 +100,12 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(
 
 
 def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 1")) as server, pytest.raises(InferenceError, match=r"'id 1'.*a bug"):
+    with FakeServer(status=rejects(["text 1"])) as server, pytest.raises(InferenceError, match=r"'id 1'.*a bug"):
         runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
 
 
 def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 0")) as server, pytest.raises(errors.DocumentFailed) as caught:
+    with FakeServer(status=rejects(["text 0"])) as server, pytest.raises(errors.DocumentFailed) as caught:
         runner(tmp_path, server, returns_them).run(documents(1))
     assert "BadRequestError: HTTP 400" in str(caught.value)
     assert "skip_bad_requests=True" in str(caught.value)
@@ -185,15 +173,11 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: P
 
 
 def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError, match=BAD) as caught:
+    """And without it in another process."""
+    with FakeServer(status=rejects(["text 0"])) as server, pytest.raises(InferenceError, match=BAD) as caught:
         runner(tmp_path, server).run(documents(1))
     assert isinstance(caught.value.error, errors.RequestRejected)
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
-
-
-def test_a_failed_document_travels_to_another_process(tmp_path: Path) -> None:
-    with FakeServer(status=reject("text 0")) as server, pytest.raises(InferenceError) as caught:
-        runner(tmp_path, server).run(documents(1))
     there = pickle.loads(pickle.dumps(caught.value))
     assert (type(there), str(there)) == (type(caught.value), str(caught.value))
     assert there.error == str(caught.value.error)

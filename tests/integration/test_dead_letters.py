@@ -19,8 +19,9 @@ from datatrove_ckpt.generation.dead_letters import TakenLetters
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, documents, ids, letters, runner
+from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BAD = {"id 1", "id 4"}
@@ -96,14 +97,9 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     """Documents 1 and 2 fail first. The first retry writes 2 of them, the second retry the other one."""
     bad = {"id 1", "id 2"}
 
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id in bad:
-            raise ValueError("bad")
-        return await ask(document, generate)
-
     def run(retrying: bool = False) -> None:
         changes = {"on_document_error": "dead_letter", "records_per_chunk": 3, "accept_changes": True}
-        step = runner(tmp_path, server, rollout, **changes)
+        step = runner(tmp_path, server, fails_at(bad), **changes)
         step.retry_dead_letters = retrying
         step.run([] if retrying else documents(5))
 
@@ -127,7 +123,7 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 
 @pytest.mark.slow
 def test_a_document_that_a_chunk_and_a_retry_have_delivered_is_found_and_repaired(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """What versions left behind that processed every document of a chunk again."""
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
@@ -138,42 +134,35 @@ def test_a_document_that_a_chunk_and_a_retry_have_delivered_is_found_and_repaire
     checkpoints = tmp_path / "checkpoints"
     again = runner(tmp_path, server, accept_changes=True)
     (tmp_path / "output" / "00000_chunk_00000.jsonl").unlink()
-    assert main(["repair", str(checkpoints)]) == 0
+    command("repair", checkpoints)
     with monkeypatch.context() as older:
         older.setattr(TakenLetters, "get", lambda *_: None)
         again.run(documents(6))
     assert sorted(ids(tmp_path)).count("id 1") == 2
-    capsys.readouterr()
-    assert main(["verify", str(checkpoints)]) == 1
-    assert "rank 0, chunk 0: retry-00001 took document 1 as a dead letter of this chunk" in capsys.readouterr().out
+    printed = command("verify", checkpoints, code=1).out
+    assert "rank 0, chunk 0: retry-00001 took document 1 as a dead letter of this chunk" in printed
     with pytest.raises(OutputMismatch, match=r"rank 0, chunk 0: retry-00001 took document 1 .* run the same command"):
         check_output_of_run(again.output_writer, checkpoints, str(tmp_path / "logs"), 1)
-    assert main(["repair", str(checkpoints)]) == 0
+    command("repair", checkpoints)
     again.run(documents(6))
     assert ids(tmp_path) == before
-    assert main(["verify", str(checkpoints), "--full"]) == 0
+    command("verify", checkpoints, "--full")
     check_output_of_run(again.output_writer, checkpoints, str(tmp_path / "logs"), 1)
 
 
-def test_the_command_line_retries_finished_ranks_and_refuses_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    job, refused = "job.yaml", [True]
-    status = lambda payload, times: 400 if refused and payload["messages"][-1]["content"] == "Say e" else None  # noqa: E731
-    with FakeServer(status=status) as server:
+def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, command: Command) -> None:
+    job, refused = "job.yaml", ["Say e"]
+    with FakeServer(status=rejects(refused)) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
-        write_job(tmp_path, text + "          skip_bad_requests: true\n", "abc", "def")
-        assert main(["run", job, "--retry-dead-letters"]) == 2
-        assert "2 of 2 ranks are not finished" in capsys.readouterr().err
-        assert main(["run", job]) == 0
-        assert "5 of 6 documents are in 2 files" in capsys.readouterr().out
+        write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
+        assert "2 of 2 ranks are not finished" in command("run", job, "--retry-dead-letters", code=2).err
+        assert "5 of 6 documents are in 2 files" in command("run", job).out
         refused.clear()
-        assert main(["run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true"]) == 0
-        assert "6 of 6 documents are in 3 files" in capsys.readouterr().out
-        assert main(["run", job, "--pipeline.1.retry_dead_letters=true"]) == 0
-    assert "Rank 1: there are no dead letters to retry" in (tmp_path / "logs" / "logs" / "task_00001.log").read_text()
-    assert ids(tmp_path, "*_retry1_*") == ["id 4"]
+        printed = command("run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true").out
+        assert "6 of 6 documents are in 3 files" in printed
+        command("run", job, "--pipeline.1.retry_dead_letters=true")
+    assert "Rank 1: there are no dead letters to retry" in (here / "logs" / "logs" / "task_00001.log").read_text()
+    assert ids(here, "*_retry1_*") == ["id 4"]
 
 
 @pytest.mark.slow
@@ -201,8 +190,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server
 def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path: Path, log: list[str]) -> None:
     """A rejected request was sent, too. Each retry sends it again, so the same command has something to do."""
     bad = {"text 1"}
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
+    with FakeServer(status=rejects(bad)) as server:
 
         def closing(retry: bool, number: int = 4) -> str:
             log.clear()

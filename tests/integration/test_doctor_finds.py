@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import doctor, input_checks, probes
 from datatrove_ckpt.preflight.shares import check_workers, workers_of
 from datatrove_ckpt.testing import FakeServer
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.commands import Command
+from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
 JOB = job_yaml(f"{ENDPOINT}, default_generation_params: {{max_tokens: 100}}", data="documents", output="out")
 
@@ -32,24 +32,19 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> Doctor:
+def found(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Doctor:
     """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by check."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
     Path("job.yaml").write_text(JOB.replace("URL", server.url))
 
     def run(*arguments: str) -> dict[str, tuple[str, str]]:
-        code = main(["doctor", "job.yaml", *arguments])
-        said = capfd.readouterr()
-        assert "Traceback" not in said.out + said.err
-        lines = [line.split(": ", 1) for line in said.out.splitlines()[:-1]]
-        checks = {head.split(maxsplit=1)[1]: (head.split()[0], text) for head, text in lines}
-        assert len(checks) == len(lines)
-        assert code == any(state == "problem" for state, _ in checks.values())
+        said = command("doctor", "job.yaml", *arguments, code=None)
+        assert "Traceback" not in said
+        checks = {name: line.partition(": ")[::2] for name, line in doctor_lines(said.out).items()}
+        assert len(checks) == len(said.out.splitlines()) - 1
+        assert said.code == any(state == "problem" for state, _ in checks.values())
         return checks
 
     return run
@@ -280,13 +275,8 @@ def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
     assert "(ulimit -n " in text
 
 
-def run_once(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "job.yaml"]) == 0
-    capfd.readouterr()
-
-
-def test_what_has_changed_since_tasks_were_finished(found: Doctor, capfd: pytest.CaptureFixture[str]) -> None:
-    run_once(capfd)
+def test_what_has_changed_since_tasks_were_finished(found: Doctor, command: Command) -> None:
+    command("run", "job.yaml")
     checks = found()
     for name in ("job, earlier runs", "input, of finished tasks", "output, of earlier runs"):
         assert checks[name] == ("ok", "nothing differs.")

@@ -24,6 +24,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.parsers import OVERRIDES_HELP, make_parser
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import rows as written_rows
 from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_examples
 from tests.words import write_tokenizer
@@ -46,14 +47,13 @@ def write_datatroves(checkpoints: Path, rank: int = 0) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder; it has documents, and small files of a model."""
-    write_documents(tmp_path)
-    write_tokenizer(tmp_path / "my-model")
-    (tmp_path / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
-    monkeypatch.chdir(tmp_path)
+    write_documents(here)
+    write_tokenizer(here / "my-model")
+    (here / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
+    return here
 
 
 def examples(language: str) -> list[Any]:
@@ -137,7 +137,7 @@ def answer(payload: dict[str, Any], times: int) -> str:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("block", blocks("yaml", "docs/rollouts.md"), ids=str)
-def test_the_rollouts_of_the_docs_run(folder: Path, capsys: Capture, block: Block) -> None:
+def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Block) -> None:
     content, rows = yaml.safe_load(block.text), []
     for number in range(2):
         messages = [{"role": "user", "content": f"Why {number}?"}]
@@ -149,7 +149,7 @@ def test_the_rollouts_of_the_docs_run(folder: Path, capsys: Capture, block: Bloc
         whole = yaml.safe_load(job_yaml(ENDPOINT.replace("URL", server.url)))
         _merge(whole["executor"]["init_args"]["pipeline"][-1]["init_args"], content)
         Path("job.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
-        assert main(["run", "job.yaml"]) == 0, capsys.readouterr().err
+        command("run", "job.yaml")
         results = [row["metadata"]["rollout_results"] for row in written_rows(Path())]
         assert all(len(one) == 1 and one[0]["text"] for one in results)
         assert len(results) == 2
@@ -230,17 +230,17 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
         type_in(line)
 
 
-def test_overrides_in_the_help_can_be_typed(folder: Path, capsys: Capture) -> None:
+def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> None:
     shutil.copytree(ROOT / "configs", "configs")
     overrides = [argument for line in OVERRIDES_HELP.splitlines()[1:] for argument in shlex.split(line)]
     assert len(overrides) == 3
-    assert main(["run", "configs/quickstart.yaml", "--dry-run", *overrides]) == 0, capsys.readouterr().err
+    command("run", "configs/quickstart.yaml", "--dry-run", *overrides)
 
 
-def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, capsys: Capture) -> None:
+def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, command: Command) -> None:
     shutil.copytree(ROOT / "configs", "configs")
-    assert main(["run", "configs/quickstart.yaml", "--pipeline.0.limt=3"]) == 2
-    assert f"    {capsys.readouterr().err}" in section("docs/cli.md", "## The YAML file")
+    printed = command("run", "configs/quickstart.yaml", "--pipeline.0.limt=3", code=2).err
+    assert f"    {printed}" in section("docs/cli.md", "## The YAML file")
 
 
 def _run_export(line: str) -> None:

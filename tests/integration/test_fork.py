@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -24,9 +23,11 @@ from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import documents, writer
 from tests.make_release import run
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 from .test_releases import NEWEST, VERSIONS, kept, restored
@@ -49,8 +50,7 @@ class TwoSteps:
     async def __call__(self, document: Document, generate: Any) -> Any:
         first = await generate({"messages": [{"role": "user", "content": f"Say {document.text}"}]})
         if document.id == self.stop_at:
-            while number_of_commits(self._commits) < 2:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: number_of_commits(self._commits) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
         second = await generate({"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]})
         return second.text
@@ -247,9 +247,9 @@ def test_answers_of_another_server_are_not_used(
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
-def test_a_folder_that_is_not_new_is_refused(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fork", str(old / "checkpoints"), str(old / "output")]) == 2
-    assert "exists already, and a fork starts in a new folder" in capsys.readouterr().err
+def test_a_folder_that_is_not_new_is_refused(old: Path, command: Command) -> None:
+    printed = command("fork", old / "checkpoints", old / "output", code=2).err
+    assert "exists already, and a fork starts in a new folder" in printed
 
 
 def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,39 +288,34 @@ def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command, server: FakeServer
 ) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
     assert fork(old, new) == 0
     shutil.copytree(old / "input", new / "input")
-    assert main(["status", str(new / "checkpoints")]) == 0
-    capsys.readouterr()
-    assert main(["verify", str(new / "checkpoints"), "--output", str(new / "output")]) == 3
-    with FakeServer() as server:
-        run(new, server.url, 1)
-        capsys.readouterr()
-        assert main(["verify", str(new / "checkpoints")]) == 3
-        assert "no problem, 2 things not finished: 2 ranks, 5 documents" in capsys.readouterr().out
-        run(new, server.url, 0)
-        run(new, server.url, 2)
-    assert main(["verify", str(new / "checkpoints"), "--full"]) == 0
+    command("status", new / "checkpoints")
+    command("verify", new / "checkpoints", "--output", new / "output", code=3)
+    run(new, server.url, 1)
+    printed = command("verify", new / "checkpoints", code=3).out
+    assert "no problem, 2 things not finished: 2 ranks, 5 documents" in printed
+    run(new, server.url, 0)
+    run(new, server.url, 2)
+    command("verify", new / "checkpoints", "--full")
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path) -> None:
+def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path, server: FakeServer) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     assert fork(old, new) == 0
     shutil.copytree(old / "input", new / "input")
-    with FakeServer() as server:
-        run(new, server.url, 1)  # the same prompt: each answer that is kept is used
-        assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+    run(new, server.url, 1)  # the same prompt: each answer that is kept is used
+    assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
 
 
-def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mirror_is_forked_and_a_fork_has_a_mirror(tmp_path: Path, command: Command) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
-    assert main(["fork", str(old / "mirror"), str(new / "checkpoints")]) == 0
-    assert f"{old}/mirror: 1 task, 3 finished documents" in capsys.readouterr().out
+    assert f"{old}/mirror: 1 task, 3 finished documents" in command("fork", old / "mirror", new / "checkpoints").out
     shutil.copytree(old / "input", new / "input")
     with FakeServer() as server:
         run(new, server.url, 1, checkpoints_remote_dir=str(new / "mirror"))
@@ -343,21 +338,18 @@ NEW = [
 
 
 @pytest.fixture
-def yaml(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+def yaml(here: Path, server: FakeServer) -> Path:
     """job.yaml of a finished run, in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"], ["c"])
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"], ["c"])
     assert main(["run", "job.yaml"]) == 0
     server.asked.clear()
-    return tmp_path / "job.yaml"
+    return here / "job.yaml"
 
 
 def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
-    yaml: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    yaml: Path, server: FakeServer, command: Command
 ) -> None:
-    capsys.readouterr()
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, "--dry-run", "--price-per-million-tokens", "1000,2000"]) == 0
-    said = capsys.readouterr().out
+    said = command("fork", "job.yaml", "job.yaml", *NEW, "--dry-run", "--price-per-million-tokens", "1000,2000").out
     assert "checkpoints: 1 task, 3 finished documents\nchanged: rollout_fn.prompt\n" in said
     assert "answers: none; the old run has committed all its documents\n" in said
     cost = (
@@ -366,9 +358,8 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     assert cost in said
     assert said.endswith("Nothing was done (--dry-run).\n")
     assert not Path("new").exists() or not list(Path("new").iterdir())
-    assert main(["fork", "job.yaml", "job.yaml", *NEW]) == 0
-    assert "Start the new run: datatrove-ckpt run job.yaml" in capsys.readouterr().out
-    assert main(["run", "job.yaml", *NEW]) == 0
+    assert "Start the new run: datatrove-ckpt run job.yaml" in command("fork", "job.yaml", "job.yaml", *NEW).out
+    command("run", "job.yaml", *NEW)
     assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
 
 
@@ -383,11 +374,10 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_made(
-    change: str, code: int, said: str, yaml: Path, capsys: pytest.CaptureFixture[str]
+    change: str, code: int, said: str, yaml: Path, command: Command
 ) -> None:
-    assert main(["fork", "job.yaml", "job.yaml", *NEW, change]) == code
-    captured = capsys.readouterr()
-    assert said in captured.out + captured.err
+    captured = command("fork", "job.yaml", "job.yaml", *NEW, change, code=code)
+    assert said in captured
     assert Path("new/checkpoints").exists() == (code == 0)
 
 
@@ -418,10 +408,9 @@ def test_answers_of_two_model_revisions_in_one_task_are_not_used(
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
-def test_the_old_runs_logging_dir_is_refused(yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_old_runs_logging_dir_is_refused(yaml: Path, command: Command) -> None:
     Path("link").symlink_to("logs")
     for name in ("logs", "link"):
         for what in ("job.yaml", "checkpoints"):  # a folder does not tell its logging_dir; the markers in it do
-            capsys.readouterr()
-            assert main(["fork", what, "job.yaml", *NEW, f"--executor.logging_dir={name}"]) == 2
-            assert f"logging_dir: {yaml.parent}/{name} is another run's: datatrove skips" in capsys.readouterr().err
+            printed = command("fork", what, "job.yaml", *NEW, f"--executor.logging_dir={name}", code=2).err
+            assert f"logging_dir: {yaml.parent}/{name} is another run's: datatrove skips" in printed

@@ -35,6 +35,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, runner, writer
+from tests.patience import until, until_async
 
 
 async def cancels_its_own_request(document: Document, generate: Any) -> Any:
@@ -59,8 +60,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 
     async def converts(document: Document, generate: Any) -> Any:
         if document.id == "id 5" and stops:
-            while sum(server.asked.values()) < 5:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: sum(server.asked.values()) >= 5)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         try:
@@ -256,10 +256,7 @@ def test_documents_are_asked_while_the_reader_stalls(tmp_path: Path, server: Fak
 
     def read() -> Iterator[Document]:
         yield from documents(5)
-        deadline = time.monotonic() + 300
-        while len(server.asked) < 5:
-            assert time.monotonic() < deadline, "documents wait for the reader's next one"
-            time.sleep(0.001)
+        until(lambda: len(server.asked) == 5)  # else documents wait for the reader's next one
         all_asked.set()
 
     runner(tmp_path, server).run(read())

@@ -21,7 +21,7 @@ from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import History, read_history
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, fails_at, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -37,11 +37,6 @@ def numbers(progress: Progress) -> tuple[int, int, int]:
 
 
 def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(tmp_path: Path) -> None:
-    async def refuse_five(document: Document, generate: Any) -> Any:
-        if document.id == "id 5":
-            raise ValueError("secret-of-the-user")
-        return await ask(document, generate)
-
     async def stop_at_seven(document: Document, generate: Any) -> Any:
         if document.id == "id 7":
             signal.raise_signal(signal.SIGTERM)
@@ -52,7 +47,7 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     try:
         with FakeServer() as server:
             with pytest.raises(DocumentFailed):
-                runner(tmp_path, server, refuse_five, **settings).run(documents(10))
+                runner(tmp_path, server, fails_at(["id 5"]), **settings).run(documents(10))
             with pytest.raises(Preempted):
                 runner(tmp_path, server, stop_at_seven, **settings).run(documents(10))
             with crash_at(20, tmp_path) as disk:
@@ -136,23 +131,17 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, m
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path) -> None:
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path, server: FakeServer) -> None:
     path = tmp_path / "input" / "documents.jsonl.gz"
     path.parent.mkdir()
     content = b"".join(orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100))
     path.write_bytes(gzip.compress(content))
     size = path.stat().st_size
 
-    async def refuse_half(document: Document, generate: Any) -> Any:
-        if document.id == "id 50":
-            raise ValueError
-        return await ask(document, generate)
-
     settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True, "records_per_chunk": 20}
-    with FakeServer() as server:
-        with pytest.raises(DocumentFailed):
-            runner(tmp_path, server, refuse_half, **settings).run(JsonlReader(str(path.parent)).run())
-        runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, fails_at(["id 50"]), **settings).run(JsonlReader(str(path.parent)).run())
+    runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
     first, second = history_of(tmp_path).attempts
     assert first.last.position.unit == "bytes"
     assert first.last.position.share == pytest.approx(0.5, abs=0.02)

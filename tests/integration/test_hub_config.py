@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.overrides import read_config
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.hub import FakeHub
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -89,14 +89,14 @@ def rows_on_hub(hub: FakeHub, repository: str) -> dict[str, list[dict[str, Any]]
 def test_the_config_writes_each_row_of_the_hub_to_the_hub(
     datasets_on_hub: FakeHub,
     server: FakeServer,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     name: str,
     repository: str,
     logs: str,
     longest: int,
 ) -> None:
     job = on_this_machine(name, server)
-    assert main(["run", job]) == 0, capsys.readouterr().err
+    command("run", job)
     written = rows_on_hub(datasets_on_hub, repository)
     # Two tasks of twelve rows each, in chunks of five
     names = {f"faq/000_{rank:05d}_{chunk:05d}.parquet" for rank in range(2) for chunk in range(3)}
@@ -111,5 +111,5 @@ def test_the_config_writes_each_row_of_the_hub_to_the_hub(
     usages = [row["rollout_results"][0]["usage"] for row in rows]
     assert stats[1]["stats"]["prompt_tokens"]["total"] == sum(usage["prompt_tokens"] for usage in usages)
     assert stats[0]["stats"]["documents"]["total"] == len(rows)
-    assert main(["run", job]) == 0
+    command("run", job)
     assert len(server.payloads) == 2 * ROWS

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.preflight import probes
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
 from tests.hub import FakeHub
 from tests.jobs import rows
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -21,7 +21,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 
-Said = Callable[..., tuple[int, str]]
+Said = Callable[..., Printed]
 
 
 def parquet(first: int, count: int) -> bytes:
@@ -32,22 +32,20 @@ def parquet(first: int, count: int) -> bytes:
 
 
 @pytest.fixture
-def job(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], server: FakeServer
-) -> Said:
+def job(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Said:
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
     hub.put("org/data", {f"data/train-{n}.parquet": parquet(100 * n, 8) for n in range(3)})
 
-    def run(command: str, options: str = "streaming: true, dataset_options: {split: train}") -> tuple[int, str]:
+    def run(
+        name: str, options: str = "streaming: true, dataset_options: {split: train}", code: int | None = 0
+    ) -> Printed:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         text = text.replace("class_path: JsonlReader", "class_path: HuggingFaceDatasetReader")
         Path("job.yaml").write_text(text.replace("{data_folder: input}", f"{{dataset: org/data, {options}}}"))
-        code = main([command, "job.yaml"])
-        said = capfd.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return code, said.out + said.err
+        said = command(name, "job.yaml", code=code)
+        assert "Traceback" not in said
+        return said
 
     return run
 
@@ -58,10 +56,9 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
     """It stops in its first task, so the second one starts after the dataset has moved on."""
     with monkeypatch.context() as patched:
         patched.setattr(server, "_status", lambda payload, times: 401 if len(server.payloads) > 9 else None)
-        assert job("run")[0] == 1
+        job("run", code=1)
     hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/added.parquet": parquet(700, 3)})
-    code, said = job("run")
-    assert (code, "24 of 24 documents" in said) == (0, True)
+    assert "24 of 24 documents" in job("run")
     assert sorted(row["text"] for row in rows(Path())) == sorted(
         f"text {100 * n + row}" for n in range(3) for row in range(8)
     )
@@ -73,15 +70,11 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
     ["streaming: true, dataset_options: {split: train}", "streaming: false, dataset_options: {split: train}"],
 )
 def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job: Said, hub: FakeHub, options: str) -> None:
-    code, said = job("run", options)
-    assert (code, "24 of 24 documents" in said) == (0, True)
+    assert "24 of 24 documents" in job("run", options)
     hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/a.parquet": parquet(700, 3)})
-    code, said = job("run", options)
-    assert (code, "24 of 24 documents" in said) == (0, True)
+    assert "24 of 24 documents" in job("run", options)
     other = options.replace("split: train", "split: train, revision: main")
-    code, said = job("run", other)
-    assert code == 1
-    assert "revision" in said
+    assert "revision" in job("run", other, code=1)
 
 
 @pytest.mark.slow
@@ -93,8 +86,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job: Said, hub:
     ],
 )
 def test_the_doctor_reads_the_beginning_of_a_dataset(job: Said, hub: FakeHub, options: str, found: str) -> None:
-    code, said = job("doctor", options)
-    assert code == 0
+    said = job("doctor", options)
     # On a busy machine the doctor's two seconds end before all 24 are read.
     assert re.search(r"the dataset org/data: (all|the first) \d+ documents? read", said)
     assert found in said
@@ -112,8 +104,8 @@ def test_the_doctor_reads_the_beginning_of_a_dataset(job: Said, hub: FakeHub, op
 )
 def test_a_mistake_is_found_before_anything_is_asked(job: Said, server: FakeServer, options: str, message: str) -> None:
     for command in ("doctor", "run"):
-        code, said = job(command, options)
-        assert code != 0
+        said = job(command, options, code=None)
+        assert said.code != 0
         assert message in said
         assert "hf_abcdefghijklmnopqrstuvwxyz" not in said
     assert not server.payloads

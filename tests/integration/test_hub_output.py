@@ -30,6 +30,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
 from tests.jobs import config as job_config
+from tests.patience import until_async
 
 NAME = "${rank}_${chunk_index}.parquet"
 
@@ -138,8 +139,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 4":
-            while not committed(tmp_path):
-                await asyncio.sleep(0.01)
+            await until_async(lambda: committed(tmp_path))
             if event == "deleted":
                 hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], names(1))
             else:
@@ -349,18 +349,13 @@ def test_the_token_is_in_no_file_no_pickle_and_no_log(
 # waiting -------------------------------------------------------------------------------------------------------------
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
 def stops(last: int, ready: Callable[[], bool]) -> Any:
     """A rollout whose last document asks the rank to stop, once, and never ends."""
     stopped: list[bool] = []
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == f"id {last}" and not stopped:
-            await until(ready)
+            await until_async(ready)
             stopped.append(True)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import OutputFailed, Preempted
 from datatrove_ckpt.output import hub_access
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
@@ -187,34 +187,30 @@ def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
     assert not server.payloads
 
 
-Run = Callable[..., int]
+Run = Callable[..., Printed]
 
 
 @pytest.fixture
-def job(tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Run:
+def job(here: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command) -> Run:
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
-    write_job(tmp_path, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
-    return lambda command, *arguments: main([command, "job.yaml", *arguments])
+    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
+    return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 
 
-def test_a_job_whose_repository_is_missing_ends_before_its_tasks(
-    job: Run, hub: FakeHub, server: FakeServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert job("run") == 1
-    said = capfd.readouterr()
+def test_a_job_whose_repository_is_missing_ends_before_its_tasks(job: Run, hub: FakeHub, server: FakeServer) -> None:
+    said = job("run", code=1)
     assert "hf repos create org/data" in said.err
-    assert "Traceback" not in said.out + said.err
-    assert hub.token not in said.out + said.err
+    assert "Traceback" not in said
+    assert hub.token not in said
     assert not server.payloads
     assert [request.kind for request in hub.requests] == ["auth-check"]
     assert not Path("checkpoints").exists()
 
 
 def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_the_token(
-    job: Run, hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str], log: list[str]
+    job: Run, hub: FakeHub, tmp_path: Path, log: list[str]
 ) -> None:
     text = Path("job.yaml").read_text()
     start = text.index("class_path: JsonlWriter")
@@ -222,15 +218,13 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     writer = "class_path: HuggingFaceDatasetWriter\n            init_args: "
     writer += '{dataset: org/made, local_working_dir: work, output_filename: "data/${rank}_${chunk_index}.parquet"}'
     Path("job.yaml").write_text(f"{text[:start]}{writer}\n          {text[end:]}")
-    assert job("doctor") == 0
-    assert "there is no dataset repository org/made yet; a run makes it, private." in capfd.readouterr().out
-    assert job("run") == 0
-    said = capfd.readouterr()
+    assert "there is no dataset repository org/made yet; a run makes it, private." in job("doctor")
+    said = job("run")
     assert any("made the private dataset repository org/made, which was not there" in line for line in log)
     assert hub.repo("org/made").private
     assert len(hub.asked("create")) == 1
     assert len(hub.files("org/made")) == 3
-    assert hub.token not in said.out + said.err
+    assert hub.token not in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
 
@@ -238,10 +232,9 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
 # the doctor ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
-    assert job("doctor", "--documents-per-second", "26") == 0
-    said = doctor_lines(capfd.readouterr().out)
+    said = doctor_lines(job("doctor", "--documents-per-second", "26").out)
     assert said["output, reachable"] == "ok: hf://datasets/org/data/part exists, and the token may write to it."
     assert said["output, commits"].startswith("ok: about 16 per hour: 1 task at once")
     assert said["output, files"] == "ok: about 2 files, up to 2 in a folder."
@@ -253,19 +246,18 @@ def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub, capfd: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["missing", "limited"])
 def test_the_doctor_finds_what_would_end_the_run(
-    job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+    job: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     says = {"missing": "make it: hf repos create org/data", "limited": "the hub answers 429"}
     monkeypatch.setattr(hub_access, "_LOOK_SECONDS", 0.1)
     if what != "missing":
         hub.create_repo("org/data")
         hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})
-    assert job("doctor") == 1
-    said = capfd.readouterr()
+    said = job("doctor", code=1)
     line = doctor_lines(said.out)["output, reachable"]
     assert line.startswith("problem: ")
     assert says[what] in line
-    assert "hf_Fake" not in said.out + said.err
+    assert "hf_Fake" not in said
     assert not hub.asked("create", "commit")
 
 
@@ -292,10 +284,10 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(
 @pytest.mark.slow
 def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
-    assert job("run") == 0
+    job("run")
     assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
     hub.requests.clear()
-    assert job("run") == 0
+    job("run")
     assert counted(hub) == ["tree", "tree"]
 
 
@@ -320,21 +312,19 @@ def from_hub(hub: FakeHub, files: int) -> None:
 @pytest.mark.slow
 def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job: Run, hub: FakeHub) -> None:
     from_hub(hub, files=30)
-    assert job("run") == 0
+    job("run")
     api = counted(hub)
     assert len(api) < 30, api
-    assert job("run") == 0
+    job("run")
     hub.requests.clear()
-    assert job("run") == 0
+    job("run")
     assert len(counted(hub)) < 10, counted(hub)
     assert not hub.asked("resolve")
 
 
-def test_input_on_the_hub_that_changed_is_refused(job: Run, hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+def test_input_on_the_hub_that_changed_is_refused(job: Run, hub: FakeHub) -> None:
     from_hub(hub, files=3)
-    assert job("run") == 0
+    job("run")
     first = hub.files("org/source")["in/00000.parquet"]
     hub.put("org/source", {"in/00000.parquet": first.replace(b"text 0", b"text 9")})
-    capfd.readouterr()
-    assert job("run") != 0
-    assert "'00000.parquet' (has other content)" in capfd.readouterr().err
+    assert "'00000.parquet' (has other content)" in job("run", code=1).err

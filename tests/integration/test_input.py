@@ -22,17 +22,16 @@ from datatrove_ckpt.checkpoint.chunks import CompleteChunk
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.publishing import Publisher
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
+from tests.commands import Command, Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import ask, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
-Capture = pytest.CaptureFixture[str]
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
-Run = Callable[..., int]
+Run = Callable[..., Printed]
 
 
 class Drop(PipelineStep):
@@ -50,28 +49,22 @@ def lines(*numbers: int) -> str:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def job(here: Path, command: Command, server: FakeServer) -> Run:
     """``datatrove-ckpt run`` in this process. ``documents`` holds four files of two documents; there are two tasks."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "documents").mkdir()
+    (here / "documents").mkdir()
     for number in range(4):
-        (tmp_path / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
-    with FakeServer() as server:
+        (here / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
 
-        def run(
-            reader: str = "JsonlReader",
-            tasks: int = 2,
-            steps: tuple[Any, ...] = (),
-            retry: bool = False,
-            **options: Any,
-        ) -> int:
-            data = json.dumps({"data_folder": f"{tmp_path}/documents", **options})
-            text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
-            text = text.replace("{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)]))
-            (tmp_path / "job.yaml").write_text(f"{text}          records_per_chunk: 3\n")
-            return main(["run", "job.yaml", *["--retry-dead-letters"] * retry])
+    def run(
+        reader: str = "JsonlReader", tasks: int = 2, steps: tuple[Any, ...] = (), code: int = 0, **options: Any
+    ) -> Printed:
+        data = json.dumps({"data_folder": f"{here}/documents", **options})
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
+        text = text.replace("{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)]))
+        (here / "job.yaml").write_text(f"{text}          records_per_chunk: 3\n")
+        return command("run", "job.yaml", code=code)
 
-        yield run
+    return run
 
 
 def outputs(folder: Path) -> list[str]:
@@ -104,7 +97,6 @@ def kept(folder: Path, rank: int = 0) -> Any:
 def test_a_rank_without_documents_is_not_complete(
     job: Run,
     tmp_path: Path,
-    capsys: Capture,
     reader: str,
     content: str,
     options: dict[str, Any],
@@ -112,13 +104,12 @@ def test_a_rank_without_documents_is_not_complete(
 ) -> None:
     for path in tmp_path.glob("documents/*"):
         path.write_text(content)
-    assert job(reader, **options) == 1
-    assert message in capsys.readouterr().err
+    assert message in job(reader, **options, code=1).err
     assert completed(tmp_path) == []
     assert not list(tmp_path.glob("checkpoints/*/shard.json"))
     for number, path in enumerate(sorted(tmp_path.glob("documents/*"))):
         path.write_text(lines(number))
-    assert job(reader) == 0, "the same command, with the cause corrected"
+    job(reader)  # the same command, with the cause corrected
     assert len(outputs(tmp_path)) == 4
 
 
@@ -127,7 +118,7 @@ def test_a_rank_without_documents_is_not_complete(
 def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_path: Path, reader: str) -> None:
     for number in range(1, 4):
         (tmp_path / f"documents/{number}.jsonl").write_text("\n" * number if number > 1 else "")
-    assert job(reader, tasks=6) == 0
+    job(reader, tasks=6)
     assert len(completed(tmp_path)) == 6
     assert outputs(tmp_path) == ["text 0", "text 1"]
 
@@ -136,43 +127,38 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_p
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tmp_path: Path, reader: str) -> None:
     drop = {"class_path": f"{__name__}.Drop"}
-    assert job(reader, steps=(drop,)) == 0
+    job(reader, steps=(drop,))
     shutil.rmtree(tmp_path / "logs")
     shutil.rmtree(tmp_path / "checkpoints")
-    assert job(reader, skip=100) == 0
+    job(reader, skip=100)
     shutil.rmtree(tmp_path / "logs")
     shutil.rmtree(tmp_path / "checkpoints")
-    assert job(reader, limit=0) == 0
+    job(reader, limit=0)
     assert outputs(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path, capsys: Capture) -> None:
+def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) -> None:
     for path in tmp_path.glob("documents/*"):
         path.write_text(json.dumps({"text": ""}))
     for _ in range(2):
-        assert job() == 1
-        assert "No row of the whole input is a document. Skipped: 4 rows without text." in capsys.readouterr().err
+        assert "No row of the whole input is a document. Skipped: 4 rows without text." in job(code=1).err
     (tmp_path / "documents/3.jsonl").write_text(lines(7))
     shutil.rmtree(tmp_path / "checkpoints")
     shutil.rmtree(tmp_path / "logs")
-    assert job() == 0
-    assert "1 of 1" in capsys.readouterr().out
+    assert "1 of 1" in job().out
 
 
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path, capsys: Capture) -> None:
+def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path) -> None:
     (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
-    assert job("datatrove.pipeline.readers.CSVReader") == 1
-    assert "The input file '0.jsonl' in " in (said := capsys.readouterr().err)
+    assert "The input file '0.jsonl' in " in (said := job("datatrove.pipeline.readers.CSVReader", code=1).err)
     assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
 
 
 # What was skipped is said ----------------------------------------------------------------------------------------
 
 
-def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
-    job: Run, tmp_path: Path, capsys: Capture
-) -> None:
+def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(job: Run, tmp_path: Path) -> None:
     first = tmp_path / "documents/0.jsonl"
     first.write_text(lines(0) + "torn\n" + '{"text": "", "id": 1}\n' + lines(1) + '{"id": 2}\n[1]\n' + lines(8, 9, 10))
     (tmp_path / "documents/2.jsonl").write_bytes(gzip.compress(b"x"))
@@ -180,19 +166,16 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     whole = gzip.compress((lines(4, 5) + "end\n").encode())
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole[:-4])
     for _ in range(2):
-        assert job() == 1
-        assert "'2.jsonl.gz' is damaged or cut off" in capsys.readouterr().err
+        assert "'2.jsonl.gz' is damaged or cut off" in job(code=1).err
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole)
-    assert job() == 0
     skipped = "Skipped: 3 damaged lines and 2 rows without text."
-    assert skipped in capsys.readouterr().out
+    assert skipped in job().out
     closing = [(tmp_path / f"logs/logs/task_0000{rank}.log").read_text() for rank in range(2)]
     assert "Rank 0: 7 of 7" in closing[0]
     assert f"completion tokens. {skipped} If you" in closing[0]
     assert "Rank 1: 4 of 4" in closing[1]
     assert "Skipped: " not in closing[1]
-    assert job() == 0
-    assert skipped in capsys.readouterr().out
+    assert skipped in job().out
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
@@ -218,100 +201,89 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ("reader", "change"), [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")]
 )
 def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
-    job: Run, tmp_path: Path, capsys: Capture, reader: str, change: str
+    job: Run, tmp_path: Path, reader: str, change: str
 ) -> None:
-    assert job(reader) == 0
+    job(reader)
     before = outputs(tmp_path)
     make, message = CHANGES[change]
     shutil.copytree(tmp_path / "documents", tmp_path / "before")
     make(tmp_path / "documents")
-    capsys.readouterr()
-    assert job(reader) == 1
-    said = capsys.readouterr().err
+    said = job(reader, code=1).err
     assert message in said
     assert "Put the input back, or process the new one as another run" in said
     shutil.rmtree(tmp_path / "documents")
     shutil.copytree(tmp_path / "before", tmp_path / "documents", copy_function=shutil.copyfile)
-    assert job(reader) == 0, "a copy with other times of change is the same input"
+    job(reader)  # a copy with other times of change is the same input
     assert outputs(tmp_path) == before
 
 
 @pytest.mark.slow
-def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path, capsys: Capture) -> None:
-    assert job() == 0
-    assert job() == 0
-    assert "time of the last change" not in capsys.readouterr().err
+def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path) -> None:
+    job()
+    assert "time of the last change" not in job().err
     os.utime(tmp_path / "documents/1.jsonl", (1, 1))
-    assert job() == 0
-    assert "1 input file of finished ranks" in capsys.readouterr().err
+    assert "1 input file of finished ranks" in job().err
 
 
-def test_another_text_key_or_limit_is_refused_for_finished_ranks(job: Run, tmp_path: Path, capsys: Capture) -> None:
-    assert job(limit=1) == 0
-    assert job(limit=1, text_key="id") == 1
-    assert "text_key: 'text' -> 'id'" in capsys.readouterr().err
-    assert job() == 1
-    assert "limit: 1 -> -1" in capsys.readouterr().err
+def test_another_text_key_or_limit_is_refused_for_finished_ranks(job: Run, tmp_path: Path) -> None:
+    job(limit=1)
+    assert "text_key: 'text' -> 'id'" in job(limit=1, text_key="id", code=1).err
+    assert "limit: 1 -> -1" in job(code=1).err
     (tmp_path / "documents/4.jsonl").write_text(lines(9))
-    assert job(limit=1) == 0, "files behind the limit are not read"
+    job(limit=1)  # files behind the limit are not read
 
 
-def test_other_default_metadata_is_refused_for_finished_ranks(job: Run, tmp_path: Path, capsys: Capture) -> None:
-    assert job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"}) == 0
+def test_other_default_metadata_is_refused_for_finished_ranks(job: Run, tmp_path: Path) -> None:
+    job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"})
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
-    assert job(default_metadata={"b": [1], "a": 1, "api_key": "other"}) == 0
-    assert job(default_metadata={"a": 2, "b": [1]}) == 1
-    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in capsys.readouterr().err
+    job(default_metadata={"b": [1], "a": 1, "api_key": "other"})
+    said = job(default_metadata={"a": 2, "b": [1]}, code=1).err
+    assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in said
 
 
-def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: Path) -> None:
     paths = tmp_path / "paths.txt"
     paths.write_text("0.jsonl\n1.jsonl\n")
-    assert job(paths_file=str(paths)) == 0
+    job(paths_file=str(paths))
     (tmp_path / "documents/3.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 0, "a file that is not in the list"
+    job(paths_file=str(paths))  # a file that is not in the list
     (tmp_path / "documents/1.jsonl").unlink()
-    assert job(paths_file=str(paths)) == 1
-    assert "removed: '1.jsonl'" in capsys.readouterr().err
+    assert "removed: '1.jsonl'" in job(paths_file=str(paths), code=1).err
 
 
-def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: Path, capsys: Capture) -> None:
+def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: Path) -> None:
     """Rank 0 is finished. Rank 1 stops in its second file, which is then corrected."""
     second = tmp_path / "documents/3.jsonl"
     second.write_bytes(b"")
     second = second.rename(second.with_suffix(".jsonl.gz"))
     second.write_bytes(gzip.compress(lines(6, 7).encode())[:-3])
-    assert job() == 1
+    job(code=1)
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
-    capsys.readouterr()
-    assert job() == 1
-    assert "is not what rank 0 has read:\n  added, or moved here from another rank: '" in capsys.readouterr().err
+    assert "is not what rank 0 has read:\n  added, or moved here from another rank: '" in job(code=1).err
     (tmp_path / "documents/00.jsonl").unlink()
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
-    assert job() == 0
+    job()
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
 
 
 @pytest.mark.slow
 def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job: Run, tmp_path: Path, capsys: Capture
+    job: Run, tmp_path: Path
 ) -> None:
-    assert job() == 0
+    job()
     shutil.rmtree(tmp_path / "logs")
     (tmp_path / "documents/4.jsonl").write_text(lines(8))
-    assert job() == 0
-    assert "9 of 9 documents" in capsys.readouterr().out
+    assert "9 of 9 documents" in job().out
     rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
     shutil.rmtree(tmp_path / "logs")
-    assert job() == 1
-    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in capsys.readouterr().err
+    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("limit", [-1, 4])
 def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, limit: int
+    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
     grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
@@ -325,29 +297,26 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
 
     with monkeypatch.context() as patch:
         patch.setattr(JsonlReader, "_parse", grow)
-        assert job(limit=limit) == 0
+        job(limit=limit)
     found = outputs(tmp_path)
-    assert job(limit=limit) == 0  # nothing has changed since it was read
+    job(limit=limit)  # nothing has changed since it was read
     (tmp_path / "logs/completions/00000").unlink()
-    assert job(limit=limit) == 0
+    job(limit=limit)
     assert outputs(tmp_path) == found
     record = kept(tmp_path)["readers"][0]["files"]
     assert [file[:2] for file in record] == [
         [f"{n}.jsonl", (tmp_path / f"documents/{n}.jsonl").stat().st_size] for n in (0, 2)
     ]
-    capsys.readouterr()
     with grown.open("a") as file:
         file.write(lines(9))
-    assert job(limit=limit) == 1
-    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in capsys.readouterr().err
+    assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in job(limit=limit, code=1).err
 
 
-def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path) -> None:
+def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
-    with FakeServer() as server:
-        step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
-        step.run(JsonlReader(f"{tmp_path}/documents").run())
+    step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
+    step.run(JsonlReader(f"{tmp_path}/documents").run())
     before = kept(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     restore_rank(f"{tmp_path}/mirror", tmp_path / "checkpoints", 0, retries=False)

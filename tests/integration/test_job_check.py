@@ -15,13 +15,13 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import documents, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -39,35 +39,30 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
-class Command:
+class Run:
     """``datatrove-ckpt run job.yaml ...`` in this process, with the exit code and what it printed."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], server: FakeServer) -> None:
-        self._capsys = capsys
+    def __init__(self, command: Command, server: FakeServer) -> None:
+        self._command = command
         self.server = server
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         self.server.asked.clear()
         self.server.payloads.clear()
-        self._capsys.readouterr()
-        assert main(["run", "job.yaml", *arguments]) == code
-        printed = self._capsys.readouterr()
+        printed = self._command("run", "job.yaml", *arguments, code=code)
         return printed.out if code == 0 else printed.err
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
-) -> Command:
+def run(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Run:
     """A job of three tasks with four documents each, in the working folder."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("input").mkdir()
     for task in range(3):
         rows = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(task * 4, task * 4 + 4)]
         Path(f"input/{task}.jsonl").write_text("\n".join(rows))
     Path("job.yaml").write_text(JOB.replace("URL", server.url))
-    return Command(capsys, server)
+    return Run(command, server)
 
 
 def written() -> list[str]:
@@ -78,7 +73,7 @@ def written() -> list[str]:
 @pytest.mark.parametrize(
     "loss", [lambda: shutil.rmtree("checkpoints"), lambda: shutil.rmtree("checkpoints/00001")], ids=["all", "a rank"]
 )
-def test_markers_without_checkpoints_are_refused(run: Command, loss: Callable[[], None]) -> None:
+def test_markers_without_checkpoints_are_refused(run: Run, loss: Callable[[], None]) -> None:
     run()
     loss()
     error = run(code=1)
@@ -89,14 +84,14 @@ def test_markers_without_checkpoints_are_refused(run: Command, loss: Callable[[]
 
 
 @pytest.mark.slow
-def test_the_markers_of_another_job_are_refused(run: Command) -> None:
+def test_the_markers_of_another_job_are_refused(run: Run) -> None:
     run()
     error = run("--pipeline.1.checkpoints_local_dir=other", "--pipeline.1.output_writer.output_folder=others", code=1)
     assert re.search(r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error)
     assert "choose another logging_dir" in error
 
 
-def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run: Command) -> None:
+def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run: Run) -> None:
     run("--executor.tasks=1", "--pipeline.0.limit=4")
     before = written()
     shutil.copytree("checkpoints", "saved")
@@ -125,7 +120,7 @@ CHANGES = {
 }
 
 
-def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Command) -> None:
+def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Run) -> None:
     run()
     before = written()
     for change, field in CHANGES.items():
@@ -143,7 +138,7 @@ def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Com
     assert "12 of 12 documents" in run()
 
 
-def finish_one_task(run: Command) -> None:
+def finish_one_task(run: Run) -> None:
     """Task 0 is finished, task 1 has half of its documents, task 2 has not started."""
     fails = Path("input/1.jsonl")
     whole = fails.read_text()
@@ -153,7 +148,7 @@ def finish_one_task(run: Command) -> None:
     assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
 
 
-def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command) -> None:
+def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run) -> None:
     finish_one_task(run)
     error = run(OTHER_MODEL, code=1)
     assert 'model: "fake" -> "other"' in error
@@ -169,7 +164,7 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Command)
 
 
 @pytest.mark.slow
-def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> None:
+def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Run) -> None:
     finish_one_task(run)
     error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
     assert "tasks: 3 -> 2" in error
@@ -177,7 +172,7 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Command) -> Non
     assert "12 of 12 documents" in run()
 
 
-def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) -> None:
+def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Run) -> None:
     run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
     assert Path("checkpoints/00000/run.json").exists()
     line = run("--executor.tasks=2", "--pipeline.1.records_per_chunk=3")
@@ -185,7 +180,7 @@ def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Command) ->
 
 
 @pytest.mark.slow
-def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Command) -> None:
+def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Run) -> None:
     settings = ("--pipeline.1.skip_bad_requests=true",)
     Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
     assert "8 of 9 documents" in run(*settings)
@@ -196,7 +191,7 @@ def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(ru
 
 
 @pytest.mark.slow
-def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Command) -> None:
+def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Run) -> None:
     mirrored = f"--pipeline.1.checkpoints_remote_dir={Path('mirror').absolute()}"
     run(mirrored)
     shutil.rmtree("checkpoints")
@@ -208,7 +203,7 @@ def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Comman
     assert not run.server.asked
 
 
-def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) -> None:
+def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Run) -> None:
     none = "--pipeline.1.checkpoints_local_dir=null"
     run(none)
     assert "tasks: 3 -> 2" in run(none, "--executor.tasks=2", code=1)
@@ -217,7 +212,7 @@ def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Command) 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int) -> None:
+def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Run, number: int) -> None:
     error = run(f"--executor.tasks={number}", code=2)
     assert f"error: executor LocalPipelineExecutor: tasks: must be at least 1; it is {number}." in error
     assert "workers: must be at least 1, or -1 for one per task; it is 0." in run("--executor.workers=0", code=2)
@@ -227,7 +222,7 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Command, number: int)
 
 
 @pytest.mark.slow
-def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Command) -> None:
+def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Run) -> None:
     text = Path("job.yaml").read_text()
     reader = "      - class_path: JsonlReader\n        init_args: {data_folder: input}\n"
     start = text.index("      - class_path: InferenceRunner")
@@ -246,7 +241,7 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     assert run().count("12 of 12 documents") == 2  # finished, and compared with the steps since the runner before
 
 
-def test_the_last_line_says_what_can_be_done_next(run: Command) -> None:
+def test_the_last_line_says_what_can_be_done_next(run: Run) -> None:
     assert run("--executor.tasks=1").endswith("To check the files: datatrove-ckpt verify checkpoints --full\n")
     Path("input/3.jsonl").write_text('{"id": "id 12", "text": "refused"}')
     shutil.rmtree("logs")

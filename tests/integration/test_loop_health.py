@@ -78,13 +78,12 @@ def watched_documents(number: int) -> Iterator[Document]:
 
 
 def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     disk = WatchedDisk()
     monkeypatch.setattr(files, "disk", disk)
     writer = WatchedWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.jsonl.gz")
-    with FakeServer() as server:
-        runner(tmp_path, server, output_writer=writer, records_per_chunk=10, sync_seconds=0).run(watched_documents(95))
+    runner(tmp_path, server, output_writer=writer, records_per_chunk=10, sync_seconds=0).run(watched_documents(95))
     assert not disk.in_a_loop
     assert disk.effects >= {"create", "write", "sync", "rename", "remove", "commit", "append"}  # it did watch
     assert len(list((tmp_path / "output").glob("*.gz"))) == 10

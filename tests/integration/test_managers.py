@@ -112,33 +112,28 @@ class Script:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("number", "code"),
+    ("number", "code", "signalled"),
     [
-        (signal.SIGKILL, -signal.SIGKILL),
-        (signal.SIGTERM, 128 + signal.SIGTERM),
-        (signal.SIGINT, -signal.SIGINT),
-        (signal.SIGUSR1, 128 + signal.SIGUSR1),
-        (signal.SIGHUP, 128 + signal.SIGHUP),
+        (signal.SIGKILL, -signal.SIGKILL, "alone"),
+        (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),
+        (signal.SIGINT, -signal.SIGINT, "alone"),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
+        (signal.SIGHUP, 128 + signal.SIGHUP, "alone"),
+        (signal.SIGTERM, -signal.SIGTERM, "with all"),  # the manager ends first, which is no error of its
+        (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
     ],
-    ids=lambda value: getattr(value, "name", None),
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_script_in_a_pipe_ends_with_its_manager(
+    tmp_path: Path, number: signal.Signals, code: int, signalled: str
+) -> None:
     with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server)
+        script = Script(tmp_path, server, options=("a thread",) if "thread" in signalled else ())
         assert len(descendants(script.popen.pid)) == 2, "the manager and its guard"
-        os.kill(script.popen.pid, number)
+        (os.killpg if signalled == "with all" else os.kill)(script.popen.pid, number)
         assert script.ends_with_all() == code
     assert ("Traceback" in script.output) == (number == signal.SIGINT)
     assert "done" not in script.output
-
-
-@pytest.mark.slow
-def test_a_signal_to_all_ends_the_manager_first_and_is_no_error_of_its(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server)
-        os.killpg(script.popen.pid, signal.SIGTERM)
-        assert script.ends_with_all() == -signal.SIGTERM
-    assert "Traceback" not in script.output
 
 
 @pytest.mark.slow
@@ -148,14 +143,6 @@ def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
         server.release()
         assert script.ends_with_all() == 0
     assert script.output.endswith("done\n")
-
-
-@pytest.mark.slow
-def test_a_thread_that_python_would_wait_for_keeps_nobody(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, options=("a thread",))
-        os.kill(script.popen.pid, signal.SIGTERM)
-        assert script.ends_with_all() == -signal.SIGTERM
 
 
 @pytest.mark.slow

@@ -9,37 +9,34 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.cli import os_errors
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
+def job(here: Path, server: FakeServer) -> Path:
     """A job that works, in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
-    return tmp_path
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
+    return here
 
 
-def refused(job: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(job: Path, command: Command, *arguments: str, code: int = 1) -> str:
     """Runs the job, which must fail; gives what it said last."""
-    code = main(["run", "job.yaml", *arguments])
-    said = capfd.readouterr().err
-    assert code in (1, 2)
-    assert "Traceback" not in said
-    assert not (job / "logs" / "completions").exists() or not list((job / "logs" / "completions").iterdir())
-    return said[said.rindex("error: ") :].strip()
+    said = command("run", "job.yaml", *arguments, code=code)
+    assert "Traceback" not in said.err
+    assert not list(job.glob("logs/completions/*"))
+    return said.error
 
 
-def test_a_missing_input_folder_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "pipeline[0] JsonlReader: data_folder" in refused(job, capfd, "--pipeline.0.data_folder=nowhere")
+def test_a_missing_input_folder_is_named(job: Path, command: Command) -> None:
+    assert "pipeline[0] JsonlReader: data_folder" in refused(job, command, "--pipeline.0.data_folder=nowhere", code=2)
 
 
-def test_a_full_disk_below_the_logs_is_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> None:
     (job / "logs").mkdir()
     (job / "logs" / "executor.json").symlink_to("/dev/full")
-    message = refused(job, capfd)
+    message = refused(job, command)
     assert f"No space left on device: logging_dir {job / 'logs'}" in message
     assert "Free some space and run the same command again" in message
 
@@ -49,10 +46,10 @@ def test_of_several_folders_the_full_one_is_named(tmp_path: Path, monkeypatch: p
     assert os_errors._which({"logging_dir": tmp_path / "a", "TMPDIR": tmp_path / "b"}) == f"TMPDIR {tmp_path / 'b'}"
 
 
-def test_logs_that_cannot_be_written_are_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> None:
     (job / "logs").mkdir()
     (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")  # not even root may write it
-    message = refused(job, capfd)
+    message = refused(job, command)
     assert f"{job / 'logs' / 'executor.json'} (in logging_dir): " in message
     assert "choose another logging_dir, and run the same command again" in message
 
@@ -60,9 +57,9 @@ def test_logs_that_cannot_be_written_are_named(job: Path, capfd: pytest.CaptureF
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", ["exists", "open"])
 def test_a_checkpoint_of_another_user_is_named(
-    call: str, job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    call: str, job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["run", "job.yaml"]) == 0
+    command("run", "job.yaml")
     path = job / "checkpoints" / "00000" / "run.json"
     works = getattr(Path, call)
 
@@ -72,8 +69,6 @@ def test_a_checkpoint_of_another_user_is_named(
         return works(self, *arguments, **named)
 
     monkeypatch.setattr(Path, call, closed)  # as the system does; root may look everywhere
-    capfd.readouterr()
-    assert main(["run", "job.yaml"]) == 1
-    said = capfd.readouterr().err
+    said = command("run", "job.yaml", code=1).err
     assert f"error: {path}: permission denied. Checkpoints are private" in said
     assert "Run this command as the user who made them" in said

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, text_of, write_input
 
 YAML = """\
@@ -43,25 +43,8 @@ def datatrove() -> Iterator[Datatrove]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-Said = tuple[int, str, str]
-Call = Callable[..., Said]
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command; gives its exit code and what it printed on both streams."""
-
-    def run(*arguments: str) -> Said:
-        capfd.readouterr()
-        code = main(arguments)
-        return code, *capfd.readouterr()
-
-    return run
+def folder(here: Path) -> Path:
+    return here
 
 
 def write_yaml(folder: Path, url: str, checkpoints: str = "ours", **changes: str) -> None:
@@ -90,9 +73,8 @@ def expected(number: int) -> Counter[str]:
     return Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
 
 
-def migrate(call: Call, *arguments: str, source: str = "checkpoints") -> dict[str, Any]:
-    code, out, error = call("migrate", "job.yaml", "--from", source, "--json", *arguments)
-    assert code == 0, error
+def migrate(command: Command, *arguments: str, source: str = "checkpoints") -> dict[str, Any]:
+    out = command("migrate", "job.yaml", "--from", source, "--json", *arguments).out
     found: dict[str, Any] = json.loads(out)
     return found
 
@@ -117,23 +99,22 @@ class Move(NamedTuple):
     in_flight: int
 
 
-def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: str = "ours") -> Move:
+def go_on(folder: Path, command: Command, killer: Killer, number: int, checkpoints: str = "ours") -> Move:
     """Migrates, and runs to the end. What is asked twice was said before, or was in flight."""
     before = Counter(killer.server.asked)
     state = outputs(folder)
-    first = migrate(call, "--dry-run")
+    first = migrate(command, "--dry-run")
     kept = kept_texts(first, number)
     assert outputs(folder) == state, "a dry run changes nothing"
-    assert migrate(call)["ranks"] == first["ranks"]
-    code, _, error = call("run", "job.yaml")
-    assert code == 0, error
+    assert migrate(command)["ranks"] == first["ranks"]
+    command("run", "job.yaml")
     assert written(folder) == expected(number)
     assert {text for text in kept if killer.server.asked[text] > before[text]} == set(), "paid twice"
-    assert call("verify", checkpoints, "--full")[0] == 0
+    command("verify", checkpoints, "--full")
     repeated = sum(killer.server.asked[text] > before[text] for text in before)
     asked = killer.server.asked.total()
-    assert call("run", "job.yaml")[0] == 0
-    assert migrate(call)["ranks"] == [{"rank": 0, "done": True, "chunks": [], "moved_aside": []}]
+    command("run", "job.yaml")
+    assert migrate(command)["ranks"] == [{"rank": 0, "done": True, "chunks": [], "moved_aside": []}]
     assert killer.server.asked.total() == asked
     chunks = first["ranks"][0]["chunks"]
     kept_documents = sum(chunk["written"] + chunk["dropped"] for chunk in chunks)
@@ -144,11 +125,13 @@ def go_on(folder: Path, call: Call, killer: Killer, number: int, checkpoints: st
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 0, 2])
-def test_a_run_of_datatroves_that_was_killed_goes_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> None:
-    kill_and_go_on(folder, call, datatrove, seed)
+def test_a_run_of_datatroves_that_was_killed_goes_on(
+    folder: Path, command: Command, datatrove: Datatrove, seed: int
+) -> None:
+    kill_and_go_on(folder, command, datatrove, seed)
 
 
-def kill_and_go_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) -> Move:
+def kill_and_go_on(folder: Path, command: Command, datatrove: Datatrove, seed: int) -> Move:
     killer = Killer(seed)
     number = killer.chance.randint(9, 40)
     write_input(folder, number)
@@ -157,11 +140,11 @@ def kill_and_go_on(folder: Path, call: Call, datatrove: Datatrove, seed: int) ->
         write_yaml(folder, killer.server.url, "checkpoints" if in_place else "ours")
         for _ in range(killer.chance.randint(1, 3)):
             killer.run(datatrove, folder, killer.chance.randint(1, number), concurrent=killer.chance.choice([1, 3, 9]))
-        return go_on(folder, call, killer, number, "checkpoints" if in_place else "ours")
+        return go_on(folder, command, killer, number, "checkpoints" if in_place else "ours")
 
 
 @pytest.mark.slow
-def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Call, datatrove: Datatrove) -> None:
+def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, command: Command, datatrove: Datatrove) -> None:
     """The first one is finished: datatrove has removed its folder. executor.json proves the model."""
     write_input(folder, 9, 14)
     killer = Killer(1)
@@ -171,20 +154,18 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, call: Cal
         assert (folder / "logs" / "completions" / "00000").exists()
         assert not (folder / "checkpoints" / "00000").exists()
         asked = Counter(killer.server.asked)
-        code, _, error = call("run", "job.yaml")
-        assert (code, "migrate job.yaml --from" in error) == (1, True)
-        code, _, error = call("migrate", "job.yaml", "--from", "checkpoints", "--executor.tasks=3")
-        assert (code, "datatrove's run had 2, as executor.json" in error) == (1, True)
-        code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
-        assert code == 0, error
+        error = command("run", "job.yaml", code=1).err
+        assert "migrate job.yaml --from" in error
+        error = command("migrate", "job.yaml", "--from", "checkpoints", "--executor.tasks=3", code=1).err
+        assert "datatrove's run had 2, as executor.json" in error
+        out = command("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped").out
         assert json.loads(out)["made_with"]["same_settings"]
         assert [chunk["finished"] for chunk in json.loads(out)["ranks"][0]["chunks"]] == [True] * 3
-        code, _, error = call("run", "job.yaml")
-        assert code == 0, error
+        command("run", "job.yaml")
         assert written(folder) == expected(23)
         firsts = {f"first {text_of(n)}" for n in range(9)}
         assert {text for text in firsts if killer.server.asked[text] > asked[text]} == set()
-        assert call("verify", "job.yaml", "--full")[0] == 0
+        command("verify", "job.yaml", "--full")
 
 
 # older releases of datatrove ------------------------------------------------------------------------------------------
@@ -194,17 +175,15 @@ DATA = Path(__file__).parents[1] / "data"
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("release", "in_place"), [("0_8_0", True), ("0_9_0", False)])
-def test_a_killed_run_of_an_older_release_goes_on(folder: Path, call: Call, release: str, in_place: bool) -> None:
+def test_a_killed_run_of_an_older_release_goes_on(folder: Path, command: Command, release: str, in_place: bool) -> None:
     shutil.copytree(DATA / f"datatrove_{release}", folder, dirs_exist_ok=True)
     with FakeServer() as server:
         write_yaml(folder, server.url, "checkpoints" if in_place else "ours")
-        code, out, error = call("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped")
-        assert code == 0, error
+        out = command("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped").out
         (rank,) = json.loads(out)["ranks"]
         assert [(chunk["finished"], chunk["written"]) for chunk in rank["chunks"]] == [(True, 4), (True, 3), (False, 2)]
         assert json.loads(out)["made_with"]["same_settings"], "executor.json tells the model"
-        code, _, error = call("run", "job.yaml")
-        assert code == 0, error
+        command("run", "job.yaml")
         assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
         assert written(folder) == expected(11)
-        assert call("verify", "job.yaml", "--full")[0] == 0
+        command("verify", "job.yaml", "--full")

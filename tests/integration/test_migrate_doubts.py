@@ -16,7 +16,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,10 +33,12 @@ from datatrove_ckpt.preflight.migration import theirs
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from tests.commands import Command
 from tests.datatrove_job import TEMPLATE, Datatrove, write_input
-from tests.integration.test_migrate import Call, call, datatrove, expected, folder, migrate, write_yaml, written
+from tests.integration.test_migrate import datatrove, expected, folder, migrate, write_yaml, written
+from tests.patience import until
 
-__all__ = ["call", "datatrove", "folder"]  # pytest finds these fixtures here
+__all__ = ["datatrove", "folder"]  # pytest finds these fixtures here
 
 NUMBER = 11
 DROPPED = "--lacking-are-dropped"
@@ -57,10 +58,7 @@ def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
     write_input(folder, NUMBER)
     with FakeServer(hold_after=12) as server:
         pid = datatrove.start(folder, server.url, concurrent=1, **settings)
-        deadline = time.monotonic() + 300
-        while not is_left(folder):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: is_left(folder))
         os.kill(pid, signal.SIGKILL)
         assert datatrove.end() == -signal.SIGKILL
 
@@ -89,11 +87,10 @@ def job(folder: Path, left: Path, server: FakeServer) -> Path:
     return folder
 
 
-def finish(call: Call, number: int = NUMBER) -> None:
-    code, _, error = call("run", "job.yaml")
-    assert code == 0, error
+def finish(command: Command, number: int = NUMBER) -> None:
+    command("run", "job.yaml")
     assert written(Path()) == expected(number)
-    assert call("verify", "job.yaml", "--full")[0] == 0
+    command("verify", "job.yaml", "--full")
 
 
 def chunks(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -105,9 +102,9 @@ def redone(found: dict[str, Any]) -> dict[str, str]:
     return {one["id"]: one["why"] for chunk in chunks(found) for one in chunk["redone"]}
 
 
-def test_what_is_sure_stays_as_it_is(job: Path, call: Call, server: FakeServer) -> None:
+def test_what_is_sure_stays_as_it_is(job: Path, command: Command, server: FakeServer) -> None:
     before = outputs(job / "output")
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert [chunk["finished"] for chunk in chunks(found)] == [True, True, False]
     assert chunks(found)[1] | {"files": []} == {
         "chunk": 1,
@@ -123,7 +120,7 @@ def test_what_is_sure_stays_as_it_is(job: Path, call: Call, server: FakeServer) 
     assert chunks(found)[2]["written"] == 2
     assert chunks(found)[2]["not_finished"] == [{"document": 10, "id": "id 10"}]
     assert found["ranks"][0]["moved_aside"] == ["00000_chunk_2.jsonl"]
-    finish(call)
+    finish(command)
     assert server.asked.keys() == {key for key in server.asked if "text 10 twice" in key}
     now = outputs(job / "output")
     assert now.keys() == {"00000_chunk_0.jsonl", "00000_chunk_1.jsonl", "00000_chunk_00002.jsonl"}
@@ -135,15 +132,14 @@ def test_what_is_sure_stays_as_it_is(job: Path, call: Call, server: FakeServer) 
 
 
 def test_documents_that_a_finished_chunk_lacks_are_processed_again_and_named(
-    job: Path, call: Call, server: FakeServer
+    job: Path, command: Command, server: FakeServer
 ) -> None:
-    code, out, _ = call("migrate", "job.yaml", "--from", "checkpoints", "--dry-run")
-    assert code == 0
+    out = command("migrate", "job.yaml", "--from", "checkpoints", "--dry-run").out
     assert "again: document 5 'id 5': datatrove calls its chunk finished, but the chunk's output lacks it" in out
     assert f"{DROPPED} counts them as dropped" in out
     assert not (job / "ours").exists()
-    migrate(call)
-    finish(call)
+    migrate(command)
+    finish(command)
     assert server.asked.total() == 3
     assert server.asked["first text 5 dropped"] == 1
 
@@ -155,86 +151,89 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.slow
-def test_torn_and_glued_lines_are_processed_again(job: Path, call: Call, server: FakeServer) -> None:
+def test_torn_and_glued_lines_are_processed_again(job: Path, command: Command, server: FakeServer) -> None:
     first, second = (job / CHUNK_FILE).read_bytes().splitlines()
     (job / CHUNK_FILE).write_bytes(first[:-20] + second + b"\n")
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert chunks(found)[2]["problems"] == ["chunk_00002.jsonl, line 1 is torn"]
     assert redone(found) == {"id 8": "its line is torn", "id 9": "its line is torn"}
-    finish(call)
+    finish(command)
     assert server.asked.total() == 4, "of documents 8 and 9, and both of document 10"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("content", ["x", "0"])
 def test_a_last_chunk_that_is_damaged_or_too_old_costs_nothing(
-    job: Path, call: Call, server: FakeServer, content: str
+    job: Path, command: Command, server: FakeServer, content: str
 ) -> None:
     """datatrove removes a chunk's file and its answers, and only then says that the chunk is finished."""
     (job / LAST_CHUNK).write_text(content)
-    found = migrate(call)
+    found = migrate(command)
     assert [chunk["finished"] for chunk in chunks(found)] == [True, False, False]
-    finish(call)
+    finish(command)
     assert server.asked["first text 5 dropped"] == 1, "nothing says that it was dropped"
     assert server.asked.total() == 3
 
 
-def test_a_finished_file_that_is_cut_off_is_made_again(job: Path, call: Call, server: FakeServer) -> None:
+def test_a_finished_file_that_is_cut_off_is_made_again(job: Path, command: Command, server: FakeServer) -> None:
     path = job / "output" / "00000_chunk_0.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert chunks(found)[0]["problems"] == ["00000_chunk_0.jsonl, line 4 is torn"]
     assert redone(found) == {"id 3": "its line is torn"}
-    finish(call)
+    finish(command)
     assert len(server.asked) == 4, "both of document 3, both of document 10"
 
 
-def test_rows_that_are_there_twice_or_of_another_chunk_are_not_kept(job: Path, call: Call, server: FakeServer) -> None:
+def test_rows_that_are_there_twice_or_of_another_chunk_are_not_kept(
+    job: Path, command: Command, server: FakeServer
+) -> None:
     """As datatrove leaves them if records_per_chunk was changed, or two processes had one rank."""
     path = job / "output" / "00000_chunk_0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     other = (job / "output" / "00000_chunk_1.jsonl").read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines, lines[0], other[0]]))
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert chunks(found)[0]["problems"] == ["2 rows of its output are of no document of this chunk, or there twice"]
     assert chunks(found)[0]["written"] == 4
-    finish(call)
+    finish(command)
     assert server.asked.total() == 2
 
 
 @pytest.mark.slow
 def test_repeated_ids_are_told_apart_by_their_texts_and_otherwise_processed_again(
-    job: Path, call: Call, server: FakeServer
+    job: Path, command: Command, server: FakeServer
 ) -> None:
     rows = [json.loads(line) for line in (job / "input" / "0.jsonl").read_text().splitlines()]
     rows[9]["id"] = "id 8"
     rows[10] |= {"id": "id 8", "text": "text 8"}
     (job / "input" / "0.jsonl").write_text("\n".join(map(json.dumps, rows)))
     edit(job / CHUNK_FILE, '"id":"id 9"', '"id":"id 8"')
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert chunks(found)[2]["written"] == 2
     assert redone(found) == {
         "id 8": "its id is there several times in the chunk, and nothing tells which of them was finished"
     }
-    code, _, error = call("run", "job.yaml")
-    assert code == 0, error
+    command("run", "job.yaml")
     assert written(job)["id 8"] == 3
     assert server.asked == {"first text 8": 1}
 
 
 @pytest.mark.slow
-def test_a_document_whose_text_is_another_one_now_is_processed_again(job: Path, call: Call, server: FakeServer) -> None:
+def test_a_document_whose_text_is_another_one_now_is_processed_again(
+    job: Path, command: Command, server: FakeServer
+) -> None:
     edit(job / "input" / "0.jsonl", '"text": "text 8"', '"text": "text 8, corrected"')
-    assert redone(migrate(call, DROPPED, "--dry-run")) == {
+    assert redone(migrate(command, DROPPED, "--dry-run")) == {
         "id 8": "what datatrove has kept under its id has another text"
     }
-    assert not redone(migrate(call, DROPPED, "--dry-run", "--any-text"))
-    migrate(call, DROPPED)
-    finish(call)
+    assert not redone(migrate(command, DROPPED, "--dry-run", "--any-text"))
+    migrate(command, DROPPED)
+    finish(command)
     assert server.asked["first text 8, corrected"] == 1
 
 
-def test_another_input_is_refused_and_nothing_is_changed(job: Path, call: Call) -> None:
+def test_another_input_is_refused_and_nothing_is_changed(job: Path, command: Command) -> None:
     before = outputs(job)
     for what, says in {
         "--pipeline.1.records_per_chunk=2": "Rank 0: only 2 of the 9 rows that datatrove's run has kept are of",
@@ -243,16 +242,16 @@ def test_another_input_is_refused_and_nothing_is_changed(job: Path, call: Call) 
         "--pipeline.0.limit=3": "the input has 3 documents, but datatrove's run has kept documents of chunk 2",
         "--pipeline.1.output_writer.output_folder=elsewhere": "holds none of their files, named as",
     }.items():
-        code, _, error = call("migrate", "job.yaml", "--from", "checkpoints", what)
-        assert code in (1, 2), what
-        assert says in error
+        refused = command("migrate", "job.yaml", "--from", "checkpoints", what, code=None)
+        assert refused.code in (1, 2), what
+        assert says in refused.err
     assert outputs(job) == before
     (job / LAST_CHUNK).with_name("00003.txt").write_text("0")
-    code, _, error = call("migrate", "job.yaml", "--from", "checkpoints")
-    assert (code, "holds rank 3: datatrove's run had more. Set tasks" in error) == (1, True)
+    error = command("migrate", "job.yaml", "--from", "checkpoints", code=1).err
+    assert "holds rank 3: datatrove's run had more. Set tasks" in error
     for place, says in {"nowhere": "is not a folder", "input": "holds no checkpoint of datatrove's own"}.items():
-        code, _, error = call("migrate", "job.yaml", "--from", place)
-        assert (code, says in error) == (2, True)
+        error = command("migrate", "job.yaml", "--from", place, code=2).err
+        assert says in error
 
 
 # answers -------------------------------------------------------------------------------------------------------------
@@ -276,10 +275,10 @@ def executor_json(job: Path, **changes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_database_costs_nothing(job: Path, call: Call) -> None:
+def test_a_damaged_database_costs_nothing(job: Path, command: Command) -> None:
     (job / CHUNK_FILE.with_name("replay.sqlite3")).write_bytes(b"no database" * 100)
-    migrate(call, DROPPED)
-    finish(call)
+    migrate(command, DROPPED)
+    finish(command)
 
 
 # other output --------------------------------------------------------------------------------------------------------
@@ -288,17 +287,17 @@ def test_a_damaged_database_costs_nothing(job: Path, call: Call) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 def test_compressed_output_stays_or_is_read_back(
-    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer, cut: bool
+    folder: Path, command: Command, datatrove: Datatrove, server: FakeServer, cut: bool
 ) -> None:
     make(folder, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
     write_yaml(folder, server.url, TEMPLATE=f"{TEMPLATE}.gz", COMPRESSION="gzip")
     path = folder / "output" / "00000_chunk_0.jsonl.gz"
     if cut:
         path.write_bytes(path.read_bytes()[:-6])
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert [chunk["finished"] for chunk in chunks(found)] == [not cut, True, False]
     assert chunks(found)[0]["written"] == 4, "all its rows lie before the damage"
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     assert server.asked.total() == 2
     rows = [line for one in outputs(folder / "output").values() for line in gzip.decompress(one).splitlines()]
     assert len(rows) == NUMBER - 1
@@ -306,7 +305,7 @@ def test_compressed_output_stays_or_is_read_back(
 
 @pytest.mark.slow
 def test_parquet_files_stay_where_they_are_whole(
-    folder: Path, call: Call, datatrove: Datatrove, server: FakeServer
+    folder: Path, command: Command, datatrove: Datatrove, server: FakeServer
 ) -> None:
     template = TEMPLATE.replace(".jsonl", ".parquet")
     make(folder, datatrove, template=template)
@@ -315,11 +314,11 @@ def test_parquet_files_stay_where_they_are_whole(
     edit(folder / "job.yaml", ", compression: null", "")
     damaged = folder / "output" / "000_00000_chunk_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-10])
-    found = migrate(call, DROPPED)
+    found = migrate(command, DROPPED)
     assert [chunk["finished"] for chunk in chunks(found)] == [False, True, False]
     assert "cannot be read to its end" in chunks(found)[0]["problems"][0]
-    assert call("run", "job.yaml")[0] == 0
-    assert call("verify", "job.yaml", "--full")[0] == 0
+    command("run", "job.yaml")
+    command("verify", "job.yaml", "--full")
     assert server.asked.total() == 4 + 1 + 2, "the chunk that is damaged, with its second request, and document 10"
     tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
     assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
@@ -387,7 +386,7 @@ COMMAND = ("migrate", "job.yaml", "--from", "checkpoints")
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", ["ours", "checkpoints"])
 def test_a_run_of_this_host_that_waits_for_an_answer_is_refused(
-    folder: Path, call: Call, datatrove: Datatrove, checkpoints: str
+    folder: Path, command: Command, datatrove: Datatrove, checkpoints: str
 ) -> None:
     write_input(folder, 11)
     with FakeServer(hold_after=12) as held:
@@ -399,8 +398,7 @@ def test_a_run_of_this_host_that_waits_for_an_answer_is_refused(
             write_yaml(folder, held.url, checkpoints)
             before = outputs(folder / "output")
             for dry in ((), ("--dry-run",)):
-                code, _, error = call(*COMMAND, *dry)
-                assert code == 1
+                error = command(*COMMAND, *dry, code=1).err
                 assert f"Process {pid} (python" in error
                 assert f"has {folder / CHUNK_FILE.with_name('replay.sqlite3')} open" in error
             assert outputs(folder / "output") == before
@@ -409,7 +407,7 @@ def test_a_run_of_this_host_that_waits_for_an_answer_is_refused(
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
             datatrove.end()
-        assert call(*COMMAND)[0] == 0
+        command(*COMMAND)
 
 
 @contextmanager
@@ -424,45 +422,45 @@ def opened(path: Path, how: str) -> Iterator[int]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["output/00000_chunk_2.jsonl", CHUNK_FILE, "logs/logs/task_00000.log"])
-def test_who_writes_to_a_file_of_the_run_is_named_and_who_reads_is_not(job: Path, call: Call, name: str | Path) -> None:
+def test_who_writes_to_a_file_of_the_run_is_named_and_who_reads_is_not(
+    job: Path, command: Command, name: str | Path
+) -> None:
     (job / name).parent.mkdir(parents=True, exist_ok=True)
     (job / name).touch()
     with opened(job / name, "<"):
-        assert call(*COMMAND, "--dry-run")[0] == 0
+        command(*COMMAND, "--dry-run")
     with opened(job / name, ">>") as pid:
-        code, _, error = call(*COMMAND)
-        assert code == 1
+        error = command(*COMMAND, code=1).err
         assert f"Process {pid} (sh) has {job / name} open: datatrove's run is still on" in error
     assert not (job / "ours" / "00000").exists()
 
 
 def test_all_ranks_are_looked_at_again_before_the_first_is_changed(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job / LAST_CHUNK).with_name("00001.txt").write_text("")
     times = iter(range(9))
     stamp = theirs.TheirRank.stamp
     monkeypatch.setattr(theirs.TheirRank, "stamp", lambda self: next(times) if self.rank else stamp(self))
-    code, _, error = call(*COMMAND, "--executor.tasks=2")
-    assert (code, "datatrove's run is still on. Stop it first" in error) == (1, True)
+    error = command(*COMMAND, "--executor.tasks=2", code=1).err
+    assert "datatrove's run is still on. Stop it first" in error
     assert not (job / "ours" / "00000").exists()
 
 
 def test_young_files_on_a_shared_file_system_are_a_warning(
-    job: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "warning" not in call(*COMMAND, "--dry-run")[1]
+    assert "warning" not in command(*COMMAND, "--dry-run").out
     mounts = job / "mounts"
     mounts.write_text("server:/export / nfs4 rw,vers=4.2 0 0\n")
     monkeypatch.setattr(file_systems, "MOUNTS", mounts)
     os.utime(job / "output" / "00000_chunk_1.jsonl")
-    code, out, _ = call(*COMMAND, "--dry-run")
-    assert code == 0
+    out = command(*COMMAND, "--dry-run").out
     assert "warning: the newest file, " in out
     assert "make sure that datatrove's run is stopped on all nodes" in out
     for path in (*job.rglob("*.jsonl"), *job.rglob("*.sqlite3*"), *job.rglob("*.txt")):
         os.utime(path, (1.7e9, 1.7e9))
-    assert "warning" not in call(*COMMAND, "--dry-run")[1]
+    assert "warning" not in command(*COMMAND, "--dry-run").out
 
 
 # another run than CONFIG says ----------------------------------------------------------------------------------------
@@ -477,13 +475,13 @@ def test_young_files_on_a_shared_file_system_are_a_warning(
     ],
 )
 def test_another_key_or_number_of_rollouts_than_executor_json_says_is_refused(
-    job: Path, call: Call, change: str, says: str
+    job: Path, command: Command, change: str, says: str
 ) -> None:
     executor_json(job)
-    code, _, error = call(*COMMAND, "--logging-dir", "theirs", change)
-    assert (code, says in error) == (1, True)
+    error = command(*COMMAND, "--logging-dir", "theirs", change, code=1).err
+    assert says in error
     assert not (job / "ours" / "00000").exists()
-    assert call(*COMMAND, "--logging-dir", "theirs")[0] == 0
+    command(*COMMAND, "--logging-dir", "theirs")
 
 
 def edit_rows(path: Path, key: str, number: int) -> None:
@@ -496,36 +494,33 @@ def edit_rows(path: Path, key: str, number: int) -> None:
 
 
 def test_without_executor_json_the_kept_documents_tell_the_key_and_the_number_of_rollouts(
-    job: Path, call: Call
+    job: Path, command: Command
 ) -> None:
-    code, _, error = call(*COMMAND, "--pipeline.1.metadata_key=other")
-    assert code == 1
+    error = command(*COMMAND, "--pipeline.1.metadata_key=other", code=1).err
     assert "metadata_key: 'other', but none of the 9 documents that datatrove's run has kept has it" in error
     for path in (*(job / "output").iterdir(), job / CHUNK_FILE):
         edit_rows(path, "rollout_results", 2)
-    code, _, error = call(*COMMAND)
-    assert code == 1
+    error = command(*COMMAND, code=1).err
     assert "rollouts_per_document: 1, but datatrove's run has kept a document with 2 results" in error
     assert not (job / "ours" / "00000").exists()
     two = "--pipeline.1.config.rollouts_per_document=2"
-    assert call(*COMMAND, "--dry-run", two)[0] == 0
+    command(*COMMAND, "--dry-run", two)
     edit_rows(job / "output" / "00000_chunk_1.jsonl", "other", 1)
-    code, out, _ = call(*COMMAND, "--dry-run", two)
-    assert code == 0
+    out = command(*COMMAND, "--dry-run", two).out
     assert "warning: 3 of 9 kept documents have no 'rollout_results' in their metadata" in out
 
 
-def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -> None:
-    code, out, _ = call(*COMMAND, "--dry-run")
-    assert (code, "No file says with which model and parameters 9 kept documents were made." in out) == (0, True)
+def test_it_says_what_the_kept_documents_were_made_with(job: Path, command: Command) -> None:
+    out = command(*COMMAND, "--dry-run").out
+    assert "No file says with which model and parameters 9 kept documents were made." in out
     executor_json(job)
-    code, out, _ = call(*COMMAND, "--dry-run", "--logging-dir", "theirs")
+    out = command(*COMMAND, "--dry-run", "--logging-dir", "theirs").out
     assert "9 kept documents were made with the model and parameters of CONFIG." in out
     secret = {"api_key": "sk-abcdefgh12345678"}
     executor_json(job, model_name_or_path="old", default_generation_params=secret)
-    code, out, _ = call(*COMMAND, "--dry-run", "--logging-dir", "theirs")
+    out = command(*COMMAND, "--dry-run", "--logging-dir", "theirs").out
     assert "9 kept documents were made with model_name_or_path 'old'; CONFIG has 'fake'." in out
-    code, out, _ = call(*COMMAND, "--json", "--logging-dir", "theirs")
+    out = command(*COMMAND, "--json", "--logging-dir", "theirs").out
     made_with = json.loads(out)["made_with"]
     assert (made_with["documents"], made_with["same_settings"]) == (9, False)
     assert made_with["other"]["model_name_or_path"] == {"datatrove": "old", "config": "fake"}
@@ -533,11 +528,10 @@ def test_it_says_what_the_kept_documents_were_made_with(job: Path, call: Call) -
     assert secret["api_key"] not in out
 
 
-def test_ranks_without_a_trace_are_named_with_their_output(job: Path, call: Call) -> None:
+def test_ranks_without_a_trace_are_named_with_their_output(job: Path, command: Command) -> None:
     (job / "output" / "00001_chunk_0.jsonl").write_text("{}\n")
-    code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=4", DROPPED)
-    assert code == 0
+    out = command(*COMMAND, "--dry-run", "--executor.tasks=4", DROPPED).out
     assert "no trace of ranks 1, 2, 3 (tasks=4): the next run begins with their first document" in out
     assert "but rank 1 has 1 output file, and run will refuse to write beside them: 00001_chunk_0.jsonl" in out
-    code, out, _ = call(*COMMAND, "--dry-run", "--executor.tasks=4", "--json")
+    out = command(*COMMAND, "--dry-run", "--executor.tasks=4", "--json").out
     assert json.loads(out)["missing_ranks"][0] == {"rank": 1, "output": ["00001_chunk_0.jsonl"]}

@@ -40,7 +40,7 @@ from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, runner
+from tests.jobs import documents, rejects, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
 from tests.patience import until
 
@@ -96,16 +96,15 @@ def state(rank: Path) -> dict[str, Any]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("where", ["folder", "memory://"])
 def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
-    job: Job, expected: dict[str, bytes], log: list[str], where: str
+    job: Job, expected: dict[str, bytes], log: list[str], where: str, server: FakeServer
 ) -> None:
     if where != "folder":
         job.remote = f"{where}{job.folder}/remote"
     job.run_until("text 4 again")
     job.lose_the_node()
-    with FakeServer() as server:
-        job.run(server)
-        assert not up_to("text 4 again") & server.asked
-        assert server.asked.total() == 3
+    job.run(server)
+    assert not up_to("text 4 again") & server.asked
+    assert server.asked.total() == 3
     assert outputs(job.folder / "output") == expected
     assert any("Restored" in line and "from version" in line for line in log)
     MemoryFileSystem.store.clear()
@@ -114,30 +113,28 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
 @pytest.mark.matrix
 @pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
 def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
-    job: Job, expected: dict[str, bytes], file: str
+    job: Job, expected: dict[str, bytes], file: str, server: FakeServer
 ) -> None:
     job.run_until("text 5 again")
     path = job.rank / file
     data = path.read_bytes()
     path.write_bytes(data[:20] + b"x" + data[21:] + b"x\n" + data)
-    with FakeServer() as server:
-        with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
-            job.run(server)
-        command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
-        assert f"The mirror {job.remote}/00000 has" in str(refused.value)
-        with pytest.raises(CheckpointCorrupt) as without:
-            job.run(server, checkpoints_remote_dir=None)
-        assert "has this task" not in str(without.value)
-        subprocess.run(command[1], shell=True, check=True)
+    with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
         job.run(server)
-        assert server.asked.total() == 1
+    command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
+    assert f"The mirror {job.remote}/00000 has" in str(refused.value)
+    with pytest.raises(CheckpointCorrupt) as without:
+        job.run(server, checkpoints_remote_dir=None)
+    assert "has this task" not in str(without.value)
+    subprocess.run(command[1], shell=True, check=True)
+    job.run(server)
+    assert server.asked.total() == 1
     assert outputs(job.folder / "output") == expected
 
 
 def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
     bad = ["text 1", "text 4"]
-    refuse = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=refuse) as server:
+    with FakeServer(status=rejects(bad)) as server:
         job.run(server, skip_bad_requests=True)
         job.lose_the_node()
         bad.remove("text 1")
@@ -152,7 +149,7 @@ def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
 
 
 def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str], server: FakeServer
 ) -> None:
     job.run_until("text 4 again")
 
@@ -160,12 +157,11 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(object_store.ObjectStore, "names", down)
-    with FakeServer() as server:
+    job.run(server)
+    assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
+    job.lose_the_node()
+    with pytest.raises(StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"):
         job.run(server)
-        assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
-        job.lose_the_node()
-        with pytest.raises(StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"):
-            job.run(server)
 
 
 @pytest.mark.slow
@@ -243,7 +239,7 @@ def spoil(job: Job, manifest: Path, older: Path | None) -> None:
 
 
 def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
-    job: Job, expected: dict[str, bytes], log: list[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, expected: dict[str, bytes], log: list[str], monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     states = three_versions(job, monkeypatch)
     oldest, middle, newest = manifests(job)
@@ -257,50 +253,47 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
     (line,) = [line for line in log if "are damaged" in line and middle.name in line]
     assert newest.name in line
     job.lose_the_node()
-    with FakeServer() as server:
-        job.run(server)
-        assert not states[0]["answered"] & server.asked
+    job.run(server)
+    assert not states[0]["answered"] & server.asked
     assert outputs(job.folder / "output") == expected
 
 
 def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     three_versions(job, monkeypatch)
     for manifest in manifests(job):
         manifest.write_bytes(manifest.read_bytes()[:-2])
     job.lose_the_node()
-    with FakeServer() as server:
-        with pytest.raises(CheckpointCorrupt) as refused:
-            job.run(server)
-        assert not server.asked
-        assert str(refused.value).count("its manifest is damaged") == 3
-        advice = f"remove {job.remote}/00000 and the rank's output files."
-        assert f"To start this rank over, and pay for it again, {advice}" in str(refused.value)
-        assert not job.rank.exists()
-        for manifest in manifests(job):
-            manifest.unlink()
-        with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
-            job.run(server)
-        shutil.rmtree(job.folder / "remote" / "00000")
+    with pytest.raises(CheckpointCorrupt) as refused:
         job.run(server)
+    assert not server.asked
+    assert str(refused.value).count("its manifest is damaged") == 3
+    advice = f"remove {job.remote}/00000 and the rank's output files."
+    assert f"To start this rank over, and pay for it again, {advice}" in str(refused.value)
+    assert not job.rank.exists()
+    for manifest in manifests(job):
+        manifest.unlink()
+    with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
+        job.run(server)
+    shutil.rmtree(job.folder / "remote" / "00000")
+    job.run(server)
 
 
 # two nodes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
-    job: Job, expected: dict[str, bytes], log: list[str]
+    job: Job, expected: dict[str, bytes], log: list[str], server: FakeServer
 ) -> None:
     job.run_until("text 2")
     old = state(job.rank)
     other = job.on_another_node()
-    with FakeServer() as server:
-        other.run(server)
-        assert server.asked.total() == 12 - 4
-        server.asked.clear()
-        job.run(server)
-        assert not server.asked
+    other.run(server)
+    assert server.asked.total() == 12 - 4
+    server.asked.clear()
+    job.run(server)
+    assert not server.asked
     assert outputs(job.folder / "output") == expected
     aside = job.checkpoints / "00000.replaced-1"
     assert state(aside) == old
@@ -340,13 +333,12 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expecte
     assert outputs(job.folder / "output") == expected
 
 
-def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job) -> None:
+def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job, server: FakeServer) -> None:
     job.run_until("text 2", checkpoints_remote_dir=None)
     other = job.on_another_node()
-    with FakeServer() as server:
-        other.run(server)
-        with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
-            job.run(server)
+    other.run(server)
+    with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
+        job.run(server)
 
 
 class FailingOnce(object_store.Effects):
@@ -653,15 +645,14 @@ def test_a_sealed_mirror_restores_with_its_key_only(job: Job, key: str, monkeypa
 
 
 def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
-    job: Job, key: str, monkeypatch: pytest.MonkeyPatch
+    job: Job, key: str, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     """Its own folder is complete, but nobody with the key could restore what it would upload."""
     job.run_until("text 4 again")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    with FakeServer() as server:
-        with pytest.raises(ConfigError, match="Export the key where the tasks run"):
-            job.run(server)
-        assert not server.asked
+    with pytest.raises(ConfigError, match="Export the key where the tasks run"):
+        job.run(server)
+    assert not server.asked
 
 
 def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str, ram: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -17,14 +18,14 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import exporter, metrics_port, tracking
 from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.commands import Command
+from tests.jobs import ask, config, documents, fails_at, runner, writer
 from tests.pages import ROOT
 from tests.processes import is_alive
 from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
@@ -40,7 +41,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     close_metrics_ports()
 
 
-def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, host: str) -> None:
+def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, host: str, server: FakeServer) -> None:
     seen: dict[str, float] = {}
 
     async def rollout(document: Any, generate: Any) -> Any:
@@ -57,12 +58,11 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
     settings = MonitoringConfig(
         run_name="books", metrics_port=PORT, metrics_host=host, metrics_file=str(file), metrics_file_seconds=0.05
     )
-    with FakeServer() as server:
-        job = runner(
-            tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
-            monitoring=settings,
-        )  # fmt: skip
-        job.run(documents(6), 3, 7)
+    job = runner(
+        tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
+        monitoring=settings,
+    )  # fmt: skip
+    job.run(documents(6), 3, 7)
     assert seen["rank_state running"] == 1
     assert seen["requests_total answered"] == 5
     assert seen["documents_in_progress"] == 1
@@ -76,23 +76,18 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
 
 
 def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
-    async def fails_at_5(document: Any, generate: Any) -> Any:
-        if document.id == "id 5" and failing:
-            raise ValueError("not today")
-        return await ask(document, generate)
-
     settings = MonitoringConfig(metrics_file=str(tmp_path / "${rank}.prom"))
     found = []
     with FakeServer() as server:
-        for failing in (True, False):
+        for rollout in (fails_at(["id 5"]), ask):
             job = runner(
-                tmp_path, server, fails_at_5, config={"max_concurrent_documents": 1}, monitoring=settings,
+                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=settings,
                 accept_changes=True,
             )  # fmt: skip
             try:
                 job.run(documents(8))
             except CkptError:
-                assert failing
+                assert rollout is not ask
             found.append(samples((tmp_path / "00000.prom").read_text(), run=tmp_path.name))
     first, second = found
     assert (first["rank_state failed"], second["rank_state done"]) == (1, 1)
@@ -101,11 +96,10 @@ def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_o
     assert (first["requests_total answered"], second["requests_total answered"]) == (5, 3)
 
 
-def test_without_checkpoints_there_are_metrics_too(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
-        job.checkpoints_local_dir = None
-        job.run(documents(3))
+def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, server: FakeServer) -> None:
+    job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
+    job.checkpoints_local_dir = None
+    job.run(documents(3))
     found = samples((tmp_path / "a_00000.prom").read_text(), run="output")
     assert found["rank_documents written"] == found["documents_total"] == 3
     assert found["rank_state done"] == 1
@@ -142,19 +136,18 @@ def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monke
 
 
 def test_a_missing_package_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    with FakeServer() as server:
-        for settings, extra in (
-            ({"metrics_port": PORT}, "metrics"),
-            ({"metrics_file": "a.prom"}, "metrics"),
-            ({"mlflow_uri": "runs"}, "mlflow"),
-            ({"wandb_project": "books"}, "wandb"),
-        ):
-            job = runner(tmp_path, server, monitoring=MonitoringConfig(**settings))
-            with pytest.raises(ConfigError, match=rf"monitoring.*pip install 'datatrove-ckpt\[{extra}\]'"):
-                job.run(documents(1))
+    for settings, extra in (
+        ({"metrics_port": PORT}, "metrics"),
+        ({"metrics_file": "a.prom"}, "metrics"),
+        ({"mlflow_uri": "runs"}, "mlflow"),
+        ({"wandb_project": "books"}, "wandb"),
+    ):
+        job = runner(tmp_path, server, monitoring=MonitoringConfig(**settings))
+        with pytest.raises(ConfigError, match=rf"monitoring.*pip install 'datatrove-ckpt\[{extra}\]'"):
+            job.run(documents(1))
     assert not server.payloads
 
 
@@ -172,18 +165,17 @@ def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_doctor_finds_a_missing_package(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    main(["doctor", "job.yaml"])
-    assert "ok       monitoring, ready: everything that it needs is installed here." in capsys.readouterr().out
+    printed = command("doctor", "job.yaml", code=None).out
+    assert "ok       monitoring, ready: everything that it needs is installed here." in printed
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    main(["doctor", "job.yaml"])
-    said = capsys.readouterr().out
+    said = command("doctor", "job.yaml", code=None).out
     assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    assert main(["doctor", "job.yaml"]) == 1
-    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in capsys.readouterr().out
+    printed = command("doctor", "job.yaml", code=1).out
+    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in printed
 
 
 def test_tracking_needs_checkpoints(tmp_path: Path, server: FakeServer) -> None:
@@ -283,25 +275,17 @@ def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
 TRACKED = MonitoringConfig(run_name="books", wandb_project="team/texts")
 
 
-def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: list[str]) -> None:
-    failing = True
-
-    async def fails_once(document: Any, generate: Any) -> Any:
-        if document.id == "id 3" and failing:
-            raise ValueError("not today")
-        return await ask(document, generate)
-
-    with FakeServer() as server:
-        for failing, rank in ((True, 0), (True, 1), (False, 0), (False, 1)):
-            with no_tracking_left():  # as if each were a command of its own
-                job = runner(
-                    tmp_path, server, fails_once, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
-                    accept_changes=True,
-                )  # fmt: skip
-                try:
-                    job.run(documents(5), rank, 2)
-                except CkptError:
-                    assert failing
+def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: list[str], server: FakeServer) -> None:
+    for rollout, rank in itertools.product((fails_at(["id 3"]), ask), (0, 1)):
+        with no_tracking_left():  # as if each were a command of its own
+            job = runner(
+                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
+                accept_changes=True,
+            )  # fmt: skip
+            try:
+                job.run(documents(5), rank, 2)
+            except CkptError:
+                assert rollout is not ask
     inits = made(calls, "init")
     assert len({(one["id"], one["project"], one["entity"], one["name"], one["resume"]) for one in inits}) == 1
     assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")
@@ -316,13 +300,12 @@ def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: li
 
 
 def test_settings_are_parameters_and_secrets_are_not(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "canary-of-a-key")
-    with FakeServer() as server:
-        parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
-        settings = {"api_key_env": "KEY_OF_TEST", "default_generation_params": parameters}
-        runner(tmp_path, server, config=settings, monitoring=TRACKED).run(documents(2))
+    parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
+    settings = {"api_key_env": "KEY_OF_TEST", "default_generation_params": parameters}
+    runner(tmp_path, server, config=settings, monitoring=TRACKED).run(documents(2))
     (init,) = made(calls, "init")
     assert init["config"]["config.default_generation_params.temperature"] == "0.5"
     assert init["config"]["config.default_generation_params.token"] == "***"
@@ -332,12 +315,11 @@ def test_settings_are_parameters_and_secrets_are_not(
 
 
 def test_a_library_that_hangs_is_given_up_and_ends_with_the_run(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str], server: FakeServer
 ) -> None:
     monkeypatch.setenv("STAND_IN_DOES", "hang")
     monkeypatch.setattr(exporter, "_DONE_SECONDS", 0.2)
-    with FakeServer() as server:
-        runner(tmp_path, server, monitoring=TRACKED).run(documents(2))
+    runner(tmp_path, server, monitoring=TRACKED).run(documents(2))
     assert [line for line in log if "Weights & Biases has not confirmed the end of this attempt within" in line]
     assert [line for line in log if line.startswith("SUCCESS")]
     (hanging,) = waited_for(lambda: made(calls))

@@ -20,16 +20,18 @@ from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.datatrove_job import Datatrove
+from tests.jobs import rejects
 from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_migrate import Call, call, datatrove, expected, folder, migrate, written
+from .test_migrate import datatrove, expected, folder, migrate, written
 from .test_migrate_doubts import NUMBER, left, make
 from .test_migrate_doubts import job as left_job
 from .test_reshard import Job, answers, job, mirrored, server, some
 
-__all__ = ["answers", "call", "datatrove", "folder", "job", "left", "left_job", "make", "server"]  # fixtures
+__all__ = ["answers", "datatrove", "folder", "job", "left", "left_job", "make", "server"]  # fixtures
 
 
 def elsewhere(job: Job, *parts: str) -> Job:
@@ -111,65 +113,53 @@ def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) 
 
 
 @pytest.mark.slow
-def test_status_says_how_a_half_done_reshard_goes_on(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command) -> None:
     job.stop_in_the_middle(4, some(job, 10))
     plan = job.checkpoints / RESHARD_PLAN
     plan.parent.mkdir()
     plan.write_bytes(ReshardPlan(4, 2, 1).to_json())
-    assert main(["status", str(job.checkpoints)]) == 0
-    printed = capsys.readouterr().out
+    printed = command("status", job.checkpoints).out
     assert f"was interrupted while it changed {job.checkpoints} from 4 to 2 tasks. Run it again (--tasks 2)" in printed
     assert "Run the command that started it again" not in printed
 
 
 @pytest.mark.slow
-def test_status_tells_a_fork_that_has_not_started(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command) -> None:
     job.stop_in_the_middle(2, some(job, 10))
     new = elsewhere(job)
     assert fork(job, new) == 0
-    capsys.readouterr()
-    assert main(["status", str(new.checkpoints)]) == 0
-    printed = capsys.readouterr().out
+    printed = command("status", new.checkpoints).out
     assert f"{new.checkpoints} is a fork that has not started. Start it with `datatrove-ckpt run`." in printed
     assert "started it again" not in printed
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
-    assert main(["status", str(new.checkpoints)]) == 0
-    assert "Run the command that started it again" in capsys.readouterr().out
+    assert "Run the command that started it again" in command("status", new.checkpoints).out
 
 
-def test_verify_compares_the_new_number_of_tasks_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused = {"c"}
-    with FakeServer(
-        status=lambda payload, times: 403 if payload["messages"][-1]["content"][-1] in refused else None
-    ) as server:
-        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 1
-        assert main(["reshard", "job.yaml", "--tasks", "3"]) == 0
-        assert "--executor.tasks=3" in capsys.readouterr().out
+def test_verify_compares_the_new_number_of_tasks_with_the_file(here: Path, command: Command) -> None:
+    refused = {"Say c"}
+    with FakeServer(status=rejects(refused, 403)) as server:
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
+        command("run", "job.yaml", code=1)
+        assert "--executor.tasks=3" in command("reshard", "job.yaml", "--tasks", "3").out
         refused.clear()
-        assert main(["run", "job.yaml", "--executor.tasks=3"]) == 0
-    assert main(["verify", "job.yaml", "--executor.tasks=3", "--full"]) == 0
-    capsys.readouterr()
-    main(["verify", "job.yaml"])
-    printed = capsys.readouterr()
-    assert "tasks: 3 -> 2" in printed.out + printed.err
+        command("run", "job.yaml", "--executor.tasks=3")
+    command("verify", "job.yaml", "--executor.tasks=3", "--full")
+    printed = command("verify", "job.yaml", code=None)
+    assert "tasks: 3 -> 2" in printed
 
 
 @pytest.mark.slow
-def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(left_job: Path, call: Call, datatrove: Datatrove) -> None:
-    migrate(call)
+def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(
+    left_job: Path, command: Command, datatrove: Datatrove
+) -> None:
+    migrate(command)
     for path in Path("ours").glob("0*/run.json"):
         assert (content_of(path)["format"], content_of(path)["written_by"]) == (FORMAT, __version__)
-    assert call("status", "job.yaml")[0] == 0
-    code, _, error = call("reshard", "job.yaml", "--tasks", "3")
-    assert code == 0, error
-    code, _, error = call("run", "job.yaml", "--executor.tasks=3")
-    assert code == 0, error
+    command("status", "job.yaml")
+    command("reshard", "job.yaml", "--tasks", "3")
+    command("run", "job.yaml", "--executor.tasks=3")
     assert written(Path()) == expected(NUMBER)
-    assert call("verify", "job.yaml", "--executor.tasks=3", "--full")[0] == 0
+    command("verify", "job.yaml", "--executor.tasks=3", "--full")
 
 
 # what people do to the folders of a run between a move and the next start --------------------------------------------
@@ -350,17 +340,6 @@ def test_what_a_node_has_of_before_reshard_is_replaced_by_what_the_mirror_has(jo
     with pytest.raises(CkptError, match="tasks: 3 -> 2"):
         job.executor(2).run()
     job.executor(3).run()
-    job.check_finished()
-
-
-@pytest.mark.slow
-def test_a_node_that_lost_the_shares_gets_them_from_the_mirror(job: Job) -> None:
-    dealt_out_anew(job, 4, 2)
-    job.changes = mirrored(job)
-    check_before_run(job.executor(2))
-    job.stop_in_the_middle(2, some(job, 5))
-    (job.checkpoints / SHARES).unlink()
-    job.executor(2).run()
     job.check_finished()
 
 

@@ -79,10 +79,9 @@ def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        ended = run_job(tmp_path, server.url, "-n 250")
-        assert server.payloads == []
+def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:
+    ended = run_job(tmp_path, server.url, "-n 250")
+    assert server.payloads == []
     assert ended.returncode == 1
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
@@ -25,44 +24,29 @@ from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_out
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 from tests.jobs import ask, documents, runner, writer
 from tests.kept import content_of
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> Path:
+def job(here: Path, server: FakeServer) -> Path:
     """A job of two ranks that has not run yet, in the working directory."""
-    monkeypatch.chdir(tmp_path)
     texts = ["text " + "x" * n for n in range(10)]
-    write_job(tmp_path, JOB.replace("URL", server.url), texts[:5], texts[5:])
-    return tmp_path
+    write_job(here, JOB.replace("URL", server.url), texts[:5], texts[5:])
+    return here
 
 
-Said = tuple[int, str]
-Call = Callable[..., Said]
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """Runs a command; gives its exit code and the last thing that it said."""
-
-    def run(*arguments: str) -> Said:
-        code = main(arguments)
-        captured = capfd.readouterr()
-        return code, captured.out.splitlines()[-1] if code == 0 else captured.err[captured.err.rindex("error: ") :]
-
-    return run
-
-
-def follow_advice(message: str, call: Call) -> None:
+def follow_advice(message: str, command: Command) -> None:
     """Runs the command that the message names, and the same run again."""
     found = re.search(r"datatrove-ckpt (repair .*?), then run the same command again", message)
     assert found, message
-    assert call(*shlex.split(found[1]))[0] == 0
-    assert call("run", "job.yaml")[0] == 0
+    command(*shlex.split(found[1]))
+    command("run", "job.yaml")
 
 
 # between runs --------------------------------------------------------------------------------------------------------
@@ -95,21 +79,20 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_advice_works(
-    job: Path, call: Call, kind: str, server: FakeServer
+    job: Path, command: Command, kind: str, server: FakeServer
 ) -> None:
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     before = outputs(job / "output")
     damage, message = LOSSES[kind]
     damage(job)
     asked = server.asked.total()
-    code, said = call("run", "job.yaml")
-    assert code == 1
+    said = command("run", "job.yaml", code=1).error
     assert message in said
     assert f"--logging-dir {job}/logs" in said
     assert server.asked.total() == asked
-    follow_advice(said, call)
+    follow_advice(said, command)
     assert outputs(job / "output") == before
-    assert call("verify", "checkpoints", "--full")[0] == 0
+    command("verify", "checkpoints", "--full")
 
 
 def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything(
@@ -117,8 +100,7 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
 ) -> None:
     async def fail_late(document: Document, generate: Any) -> Any:
         if document.id == "id 5":
-            while len(list((tmp_path / "output").glob("*.jsonl"))) < 2:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: len(list((tmp_path / "output").glob("*.jsonl"))) >= 2)
             raise RuntimeError("not yet")
         return await ask(document, generate)
 
@@ -138,23 +120,20 @@ def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything
 
 @pytest.mark.slow
 def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
-    job: Path, call: Call, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    job: Path, command: Command, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeServer(status=lambda payload, times: 400 if "xxx" in str(payload) else None) as picky:
         (job / "job.yaml").write_text(JOB.replace("URL", picky.url) + "          skip_bad_requests: true\n")
-        assert call("run", "job.yaml")[0] == 0
+        command("run", "job.yaml")
     (job / "job.yaml").write_text(JOB.replace("URL", server.url) + "          skip_bad_requests: true\n")
-    code, said = call("run", "job.yaml", "--retry-dead-letters")
-    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
+    assert command("run", "job.yaml", "--retry-dead-letters").startswith("10 of 10 documents are in ")
     (job / "output" / "00001_retry1_00000.jsonl").unlink()
-    code, said = call("run", "job.yaml")
-    assert code == 1
+    said = command("run", "job.yaml", code=1).error
     assert "00001_retry1_00000.jsonl is missing" in said
     assert "with --retry-dead-letters" in said
-    follow_advice(said, call)
-    code, said = call("run", "job.yaml", "--retry-dead-letters")
-    assert (code, said.split(" are in ")[0]) == (0, "10 of 10 documents")
-    assert call("verify", "checkpoints", "--full")[0] == 0
+    follow_advice(said, command)
+    assert command("run", "job.yaml", "--retry-dead-letters").startswith("10 of 10 documents are in ")
+    command("verify", "checkpoints", "--full")
 
 
 # during a run --------------------------------------------------------------------------------------------------------
@@ -168,8 +147,7 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
     async def remove(document: Document, generate: Any) -> Any:
         if document.id == "id 4":
             commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-            while not commits.exists() or commits.read_bytes().count(b"\n") < 2:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: commits.exists() and commits.read_bytes().count(b"\n") >= 2)
             first = tmp_path / "output" / "00000_chunk_00000.jsonl"
             first.unlink() if what == "file" else shutil.rmtree(tmp_path / "output")
         return await ask(document, generate)
@@ -190,24 +168,23 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
 
 
 def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_work(
-    job: Path, call: Call, server: FakeServer
+    job: Path, command: Command, server: FakeServer
 ) -> None:
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     before = outputs(job / "output")
     shutil.move(job / "checkpoints", job / "kept")
     shutil.rmtree(job / "logs")
     asked = server.asked.total()
-    code, said = call("run", "job.yaml")
-    assert code == 1
+    said = command("run", "job.yaml", code=1).error
     assert f"{job}/output holds 3 files that output_filename '${{rank}}_${{chunk_index}}.jsonl' may have named" in said
     assert f"{job}/checkpoints/00000 is a new checkpoint" in said
     assert (server.asked.total(), outputs(job / "output")) == (asked, before)
     shutil.rmtree(job / "checkpoints", ignore_errors=True)
     shutil.move(job / "kept", job / "checkpoints")
-    assert call("run", "job.yaml")[0] == 0, "the checkpoint is back"
+    command("run", "job.yaml")  # the checkpoint is back
     for folder in ("checkpoints", "logs", "output"):
         shutil.rmtree(job / folder)
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     assert outputs(job / "output") == before
 
 
@@ -258,16 +235,15 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
+def test_a_file_that_two_ranks_wrote_is_refused(job: Path, command: Command) -> None:
     """Ranks that run at the same time: fields of documents can run into the numbers of a name."""
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     logs = [job / "checkpoints" / f"{rank:05d}" / "commits.jsonl" for rank in range(2)]
     commits = [[orjson.loads(line.body) for line in read_lines(log)] for log in logs]
     commits[1][0]["files"] = commits[0][0]["files"]
     logs[1].write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits[1]))
     (job / "output" / "00001_00000.jsonl").unlink()
-    code, said = call("run", "job.yaml")
-    assert code == 1
+    said = command("run", "job.yaml", code=1).error
     assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
 
 
@@ -292,14 +268,13 @@ def test_a_file_that_two_ranks_wrote_is_refused(job: Path, call: Call) -> None:
     ],
 )  # fmt: skip
 def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_starts(
-    job: Path, call: Call, old: str, new: str, says: str | None
+    job: Path, command: Command, old: str, new: str, says: str | None
 ) -> None:
     text = (job / "job.yaml").read_text()
     assert old in text
     (job / "job.yaml").write_text(text.replace(old, new))
-    code, said = call("run", "job.yaml", "--dry-run")
-    assert code == (2 if says else 0)
-    assert says is None or says in said
+    said = command("run", "job.yaml", "--dry-run", code=2 if says else 0)
+    assert says is None or says in said.error
 
 
 def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path: Path, server: FakeServer) -> None:
@@ -376,30 +351,28 @@ def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeSer
 
 
 @pytest.mark.slow
-def test_repair_never_removes_files_of_another_job(job: Path, call: Call) -> None:
+def test_repair_never_removes_files_of_another_job(job: Path, command: Command) -> None:
     yaml = (job / "job.yaml").read_text()
     for name in ("other", "own"):  # the same names, other contents
         changed = yaml.replace("folder: output", f"folder: output-{name}").replace("Say {", f"{name} {{")
         changed = changed.replace("dir: checkpoints", f"dir: checkpoints-{name}").replace("dir: logs", f"dir: {name}")
         (job / f"{name}.yaml").write_text(changed)
-        assert call("run", f"{name}.yaml")[0] == 0
+        command("run", f"{name}.yaml")
     before = outputs(job / "output-other")
     for options in (["--full"], ["--full", "--dry-run"]):
-        code, said = call("repair", "checkpoints-own", "--output", str(job / "output-other"), *options)
-        assert code == 2
+        said = command("repair", "checkpoints-own", "--output", str(job / "output-other"), *options, code=2).error
         assert f"is in {job}/output-own, as its run.json says, and that folder still exists. Nothing was" in said
     shutil.rmtree(job / "output-own")
-    assert call("repair", "checkpoints-own", "--output", str(job / "output-other"), "--full")[0] == 0
+    command("repair", "checkpoints-own", "--output", str(job / "output-other"), "--full")
     assert outputs(job / "output-other") == before
 
 
 @pytest.mark.slow
-def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, call: Call) -> None:
-    assert call("run", "job.yaml")[0] == 0
+def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, command: Command) -> None:
+    command("run", "job.yaml")
     yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
     (job / "job.yaml").write_text(yaml)
-    code, said = call("run", "job.yaml", "--retry-dead-letters")
-    assert code == 1
+    said = command("run", "job.yaml", "--retry-dead-letters", code=1).error
     assert f"was written to {job}/output, as {job}/checkpoints/00000/run.json says" in said
     assert "Set output_folder back to it." in said
     assert "repair" not in said
@@ -407,25 +380,25 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
-def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(
-    job: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert main(["run", "job.yaml"]) == 0
+def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(job: Path, command: Command, name: str) -> None:
+    command("run", "job.yaml")
     (job / "output" / name).write_bytes(b"{}\n")
-    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-        assert main(command) == 1
-        said = "".join(capfd.readouterr())
+    for words in (["run", "job.yaml"], ["verify", "checkpoints"]):
+        said = command(*words, code=1)
         assert name in said
         assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
     (job / "output" / name).rename(job / name)
-    assert main(["run", "job.yaml"]) == 0
+    command("run", "job.yaml")
 
 
 # the closing line ----------------------------------------------------------------------------------------------------
 
 
 def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_cut_off_or_empty(
-    job: Path, call: Call, capfd: pytest.CaptureFixture[str], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    job: Path,
+    command: Command,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def answer(payload: Any, times: int) -> str:
         number = payload["messages"][-1]["content"].count("x") - 1  # of "text"
@@ -435,49 +408,45 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     monkeypatch.setattr(server, "_answer", answer)
     monkeypatch.setattr(server, "_status", lambda payload, times: 400 if "x" * 9 in str(payload) else None)
     (job / "job.yaml").write_text((job / "job.yaml").read_text() + "          skip_bad_requests: true\n")
-    _, said = call("run", "job.yaml")
+    said = command("run", "job.yaml")
     assert "2 of 9 answers were cut off at max_tokens (raise max_tokens in default_generation_params" in said
     assert " and 2 of 9 answers are empty. " in said
     monkeypatch.setattr(server, "_status", lambda payload, times: None)
-    _, said = call("run", "job.yaml", "--retry-dead-letters")
+    said = command("run", "job.yaml", "--retry-dead-letters")
     assert "10 of 10 documents" in said
     assert "(0 dropped, 0 dead letters), for 11 requests" in said
     assert "2 of 10 answers were cut off" in said
-    assert main(["status", "job.yaml"]) == 0
-    status = capfd.readouterr().out
+    status = command("status", "job.yaml").out
     assert "10 done; 10 (10 written, 0 dropped, 0 dead)" in status
     assert "  requests   11 of documents that are done" in status
     assert "2 of 10 answers were cut off" in status
     assert "  dead " not in status
     assert "  attempts   3\n" in status, "those of the retry, too"
-    assert main(["status", "job.yaml", "--json"]) == 0
-    found = orjson.loads(capfd.readouterr().out)
+    found = orjson.loads(command("status", "job.yaml", "--json").out)
     delivered = {"read": 10, "dead": 0, "answers": 10, "cut_off": 2, "empty": 2}
     assert found["delivered"] == found["delivered"] | delivered
-    assert main(["report", "job.yaml", "-o", "page.html"]) == 0
+    command("report", "job.yaml", "-o", "page.html")
     assert "2 empty, of 9 answers" in (job / "page.html").read_text()
 
 
-def test_an_input_without_documents_is_said(job: Path, call: Call, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_input_without_documents_is_said(job: Path, command: Command) -> None:
     for path in (job / "input").iterdir():
         path.write_text("")
-    _, said = call("run", "job.yaml")
+    said = command("run", "job.yaml")
     assert said.startswith("There are no documents in the input, so there is no output in ")
     log = (job / "logs" / "logs" / "task_00000.log").read_text()
     assert "Rank 0: there are no documents in its input." in log
-    assert main(["status", "job.yaml"]) == 0
-    assert "  documents  none in the input\n" in capfd.readouterr().out
+    assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
 
 @pytest.mark.slow
-def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, call: Call) -> None:
-    assert call("run", "job.yaml")[0] == 0
+def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, command: Command) -> None:
+    command("run", "job.yaml")
     retry = job / "checkpoints" / "retry-00001"
     shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
     commits = [orjson.loads(line.body) | {"files": []} for line in read_lines(retry / "00000" / "commits.jsonl")]
     (retry / "00000" / "commits.jsonl").write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits))
-    code, said = call("run", "job.yaml")
-    assert code == 1
+    said = command("run", "job.yaml", code=1).error
     assert "contradict each other: 10 documents read, 15 written, 0 dropped, -5 dead letters" in said
 
 
@@ -534,20 +503,20 @@ def forget_documents(job: Path) -> None:
     [(forget_last_chunk, "shard.json says that this finished rank has read 5."), (forget_documents, "last_chunk")],
 )
 def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
-    job: Path, call: Call, server: FakeServer, forget: Callable[[Path], None], proof: str, lines: int
+    job: Path, command: Command, server: FakeServer, forget: Callable[[Path], None], proof: str, lines: int
 ) -> None:
-    assert call("run", "job.yaml")[0] == 0
+    command("run", "job.yaml")
     before = outputs(job / "output")
     cut_log(job, lines)
     forget(job)
     asked = server.asked.total()
-    code, said = call("run", "job.yaml")
-    assert (code, server.asked.total()) == (1, asked)
+    said = command("run", "job.yaml", code=1).error
+    assert server.asked.total() == asked
     assert f"00000/commits.jsonl holds {lines} commits" in said
     assert proof in said
     assert "elete" not in said
     assert f"repair {job}/checkpoints --logging-dir {job}/logs, then run the same" in said
     assert outputs(job / "output") == before
-    follow_advice(said, call)
+    follow_advice(said, command)
     assert outputs(job / "output") == before
-    assert call("verify", "checkpoints", "--full")[0] == 0
+    command("verify", "checkpoints", "--full")

@@ -13,6 +13,7 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ids, rows
+from tests.processes import write_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,11 +86,10 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("bin", "input", "site"):
+        for name in ("input", "site"):
             (folder / name).mkdir()
         for name, said in (("sbatch", "Submitted batch job 7"), ("scontrol", "node1")):
-            (folder / "bin" / name).write_text(f"#!/bin/sh\necho {said}\n")
-            (folder / "bin" / name).chmod(0o755)
+            write_program(folder / "bin" / name, f"#!/bin/sh\necho {said}\n")
         rows = [{"text": f"text {number}"} for number in range(DOCUMENTS)]
         (folder / "input" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.script = folder / "script.py"

@@ -32,6 +32,8 @@ from datatrove_ckpt.process import drain_settings, preemption, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
+from tests.patience import until_async
+from tests.processes import write_program
 
 DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in drain_settings.SIGNALS]
@@ -305,10 +307,8 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
             await asyncio.Event().wait()
         return result
 
-    began = time.monotonic()
     with pytest.raises(Preempted):
-        runner(tmp_path, server, sleeps, drain_seconds=600).run(documents(1))
-    assert time.monotonic() - began < 300
+        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))  # longer than a test may take
 
 
 # --------------------------------------------------------------------------- at any moment
@@ -330,32 +330,28 @@ def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, reraised: list[in
 
 
 def test_a_server_that_is_starting_is_stopped_at_once(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
+    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    (here / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)")
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
-    step = InferenceRunner(plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"))
-    began = time.monotonic()
-    loads = signal_once(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    step = InferenceRunner(plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"))
+    loads = signal_once(lambda: (here / "pid").exists() and (here / "pid").read_text())
     with loads, pytest.raises(Preempted):
         step.run(documents(2))
-    assert time.monotonic() - began < 300
-    pid = int((tmp_path / "pid").read_text())
+    pid = int((here / "pid").read_text())
     assert pid not in [process.pid for process in guardian.process_table()]
 
 
 def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
+    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     """Slurm signals all processes of a step, the server among them."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     Path("engine.py").write_text(ENGINE)
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, max_concurrent_generations=2)
     step = InferenceRunner(
-        plain, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "checkpoints"), drain_seconds=600
+        plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"), drain_seconds=600
     )
     asked = signal_once(lambda: Path("asked").exists() and len(lines("asked")) >= 2)
     with asked, when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):
@@ -469,8 +465,7 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
     """A job whose time limit is near once the server has a request."""
 
     async def deadline() -> float:
-        while not server.payloads:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: server.payloads)
         return time.time() + 0.1
 
     monkeypatch.setattr(preemption, "slurm_deadline", deadline)
@@ -494,9 +489,7 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
 def test_a_slurm_that_does_not_know_is_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    tool = tmp_path / "squeue"
-    tool.write_text(f"#!{sys.executable}\n{script}\n")
-    tool.chmod(0o755)
+    write_program(tmp_path / "squeue", f"#!{sys.executable}\n{script}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "17")

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.kept import until_kept
+from tests.patience import until
 
 JOB = """
 import os, sys
@@ -78,11 +78,8 @@ def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path:
     with FakeServer(hold_after=6, status=status) as server:
         process = start(tmp_path, server)
         until_kept(tmp_path / "run/checkpoints", 2)
-        deadline = time.monotonic() + 300
         there = ("checkpoints/last_chunk/00000.txt", "checkpoints/00000/chunk_00001.jsonl", "mirror")
-        while not all((tmp_path / "run" / name).exists() for name in there):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: all((tmp_path / "run" / name).exists() for name in there))
         os.killpg(process.pid, signal.SIGKILL)  # also the process of datatrove's that would stay
         process.wait()
         killed = check(tmp_path)

@@ -73,7 +73,7 @@ def test_each_version_of_the_changelog_has_a_fixture() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_each_release_is_shown_and_continued(
-    name: str, tmp_path: Path, uninterrupted: dict[str, bytes]
+    name: str, tmp_path: Path, uninterrupted: dict[str, bytes], server: FakeServer
 ) -> None:
     folder = restored(name, tmp_path / "job")
     before = contents(folder)
@@ -81,11 +81,10 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(
         ranks = {rank.rank: rank for rank in read_run_state(place).ranks}
     assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
     assert not [rank.reason for rank in ranks.values() if rank.trouble == "damaged"]
-    with FakeServer() as server:
-        for rank in range(3):
-            run(folder, server.url, rank)
-        # Of task 1: the second rollout of the document that was in work, and the one after it. Of task 2: all.
-        assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
+    for rank in range(3):
+        run(folder, server.url, rank)
+    # Of task 1: the second rollout of the document that was in work, and the one after it. Of task 2: all.
+    assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
     after = contents(folder)
     assert {name: data for name, data in after.items() if name in before} == before
     assert {name: data for name, data in after.items() if not name.startswith(("00000", "retry"))} == uninterrupted
@@ -178,27 +177,25 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     assert not (tmp_path / "checkpoints" / "00001").exists()
 
 
-def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path, server: FakeServer) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     job = folder / "mirror" / "job.json"
     shutil.copyfile(folder / "checkpoints" / "job.json", job)
     from_the_future(job)
     mirrored = job.read_bytes()
-    with FakeServer() as server:
-        for changes in ({}, {"accept_changes": True}):
-            with pytest.raises(VersionMismatch) as refused:
-                run(folder, server.url, 1, checkpoints_remote_dir=str(folder / "mirror"), **changes)
-            assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
-        assert not server.asked
+    for changes in ({}, {"accept_changes": True}):
+        with pytest.raises(VersionMismatch) as refused:
+            run(folder, server.url, 1, checkpoints_remote_dir=str(folder / "mirror"), **changes)
+        assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
+    assert not server.asked
     assert job.read_bytes() == mirrored
 
 
-def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path: Path) -> None:
+def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path: Path, server: FakeServer) -> None:
     """Who adds or removes a field here asks: can the releases before this one go on with it? If not, raise FORMAT."""
     write_input(tmp_path / "input")
-    with FakeServer() as server:
-        run(tmp_path, server.url, 2)
-        run(tmp_path, server.url, 1)
+    run(tmp_path, server.url, 2)
+    run(tmp_path, server.url, 1)
     now, then = (folder / "checkpoints" for folder in (tmp_path, RELEASES / NEWEST))
     for name in ("job.json", "00001/run.json"):
         assert content_of(now / name).keys() == content_of(then / name).keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from tests.commands import Command, Printed
 from tests.hub import FakeHub
 from tests.kept import edit
 from tests.make_release import TEXTS, run
@@ -29,7 +31,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 
 from .test_releases import NAMES, NEWEST, kept, restored
 
-Capture = pytest.CaptureFixture[str]
+Relocate = Callable[..., Printed]
 RANKS = ("00000", "00001", "retry-00001/00000")
 
 
@@ -40,8 +42,12 @@ def copied(folder: Path, name: str = NEWEST) -> Path:
     return folder / "new"
 
 
-def relocate(folder: Path, *more: str) -> int:
-    return main(["relocate", str(folder / "checkpoints"), "--output", str(folder / "output"), *more])
+@pytest.fixture
+def relocate(command: Command) -> Relocate:
+    """Runs it on a job, to the output folder beside its checkpoints."""
+    return lambda folder, *more, code=0: command(
+        "relocate", folder / "checkpoints", "--output", folder / "output", *more, code=code
+    )
 
 
 def named(folder: Path) -> set[str]:
@@ -52,15 +58,14 @@ def named(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path, name)
     before = outputs(tmp_path / "old")
     with FakeServer() as server:
         with pytest.raises(CheckpointMismatch, match=r"output_folder: .*/old/output.* -> .*/new/output") as refused:
             run(new, server.url, 1)
         assert "datatrove-ckpt relocate" in str(refused.value)
-        assert relocate(new) == 0
-        said = capsys.readouterr().out
+        said = relocate(new).out
         assert "5 files" in said
         assert "names, sizes and contents are those of the commits of 3 ranks" in said
         assert f"output_folder: {tmp_path}/old/output -> {new}/output" in said
@@ -71,8 +76,7 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_pa
     assert outputs(tmp_path / "old") == before
     report = verify(new / "checkpoints", full=True)
     assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
-    assert relocate(new) == 0
-    assert "names this folder already. There is nothing to do." in capsys.readouterr().out
+    assert "names this folder already. There is nothing to do." in relocate(new).out
 
 
 def starts(folder: Path) -> int:
@@ -80,14 +84,14 @@ def starts(folder: Path) -> int:
     return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
 
 
-def test_what_was_relocated_can_be_relocated_back(tmp_path: Path) -> None:
+def test_what_was_relocated_can_be_relocated_back(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     before = starts(new)
-    assert relocate(new) == 0
+    relocate(new)
     assert starts(new) == before, "a move is no attempt"
     shutil.rmtree(tmp_path / "old")
     shutil.copytree(new, tmp_path / "old")
-    assert relocate(tmp_path / "old") == 0
+    relocate(tmp_path / "old")
     report = verify(tmp_path / "old" / "checkpoints", full=True)
     assert (report.output, report.problems) == (f"{tmp_path}/old/output", [])
 
@@ -98,45 +102,41 @@ def alter(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, alter])
 def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
-    damage: object, tmp_path: Path, capsys: Capture
+    damage: object, tmp_path: Path, relocate: Relocate
 ) -> None:
     new = copied(tmp_path)
     damage(new / "output" / "00000_chunk_00001.jsonl")  # type: ignore[operator]
     before = outputs(new)
-    assert relocate(new) == 1
-    said = capsys.readouterr().out
+    said = relocate(new, code=1).out
     assert "rank 0, chunk 1: 00000_chunk_00001.jsonl is" in said
     assert "the copy is not complete, so nothing was changed" in said
     assert f"Copy these files again from {tmp_path}/old/output, and relocate again" in said
     assert "repair" not in said  # which refuses other files while those are there
     assert outputs(new) == before
     (tmp_path / "old" / "output").rename(tmp_path / "gone")
-    assert relocate(new) == 1
-    assert f"datatrove-ckpt repair {new}/checkpoints --output {new}/output" in capsys.readouterr().out
+    assert f"datatrove-ckpt repair {new}/checkpoints --output {new}/output" in relocate(new, code=1).out
     assert main(["repair", f"{new}/checkpoints", "--output", f"{new}/output", "--dry-run"]) == 0
     # Sizes alone do not show that a content is another one.
-    assert relocate(new, "--sizes-only") == (0 if damage is alter else 1)
+    relocate(new, "--sizes-only", code=0 if damage is alter else 1)
 
 
-def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_a_dry_run_changes_nothing(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     before = outputs(new)
-    assert relocate(new, "--dry-run") == 0
-    assert capsys.readouterr().out.endswith("Nothing was done (--dry-run).\n")
+    assert relocate(new, "--dry-run").out.endswith("Nothing was done (--dry-run).\n")
     assert outputs(new) == before
 
 
-def test_ranks_that_run_are_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_ranks_that_run_are_refused(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     lock = files.Lock(new / "checkpoints" / "00001" / LOCK)
     try:
-        assert relocate(new) == 1
+        assert "process works on this rank" in relocate(new, code=1).err
     finally:
         lock.release()
-    assert "process works on this rank" in capsys.readouterr().err
     assert named(new) == {f"{tmp_path}/old/output"}
     assert not (new / "checkpoints" / "00000" / LOCK).exists()  # a finished rank stays finished
-    assert relocate(new) == 0
+    relocate(new)
     assert not (new / "checkpoints" / "00000" / LOCK).exists()
     assert (new / "checkpoints" / "00001" / LOCK).exists()
 
@@ -154,7 +154,7 @@ def test_a_run_that_started_meanwhile_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("step", [4, 1])
-def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step: int) -> None:
+def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, relocate: Relocate, step: int) -> None:
     copied(tmp_path)
     for number in itertools.count(step=step):
         folder = tmp_path / "new"
@@ -162,7 +162,7 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step:
         shutil.copytree(tmp_path / "old", folder)
         disk = CrashingDisk(number, folder)
         with disk_in_place(disk):
-            relocate(folder)
+            relocate(folder, code=None)
         if disk.crashed_at is None:
             break
         assert list(disk.survivors()) == ["killed"]
@@ -171,7 +171,7 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step:
         if content["output_folder"] != f"{folder}/output":
             with FakeServer() as server, pytest.raises(CheckpointMismatch):
                 run(folder, server.url, 1)
-        assert relocate(folder) == 0, disk.crashed_at
+        relocate(folder)
         assert named(folder) == {f"{folder}/output"}
         report = verify(folder / "checkpoints", full=True)
         assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
@@ -179,12 +179,11 @@ def test_killed_at_every_effect_the_same_command_continues(tmp_path: Path, step:
     assert number >= 8
 
 
-def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(tmp_path: Path, capsys: Capture) -> None:
+def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(tmp_path: Path, command: Command) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints")
     mirror = str(new / "mirror")
-    assert main(["relocate", mirror, "--output", str(new / "output")]) == 0
-    said = capsys.readouterr().out
+    said = command("relocate", mirror, "--output", new / "output").out
     assert f"checkpoints_remote_dir: {mirror}" in said
     assert "/tmp/datatrove-ckpt-" not in said
     restore_rank(mirror, new / "checkpoints", 1, retries=False)
@@ -193,8 +192,7 @@ def test_a_mirror_is_relocated_and_the_next_node_goes_on_from_it(tmp_path: Path,
     with FakeServer() as server:
         run(new, server.url, 1, checkpoints_remote_dir=mirror)
         assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2}
-    assert main(["relocate", mirror, "--output", str(new / "output")]) == 0
-    assert "There is nothing to do." in capsys.readouterr().out
+    assert "There is nothing to do." in command("relocate", mirror, "--output", new / "output").out
 
 
 def test_the_new_yaml_file_tells_where_the_output_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,85 +203,78 @@ def test_the_new_yaml_file_tells_where_the_output_is(tmp_path: Path, monkeypatch
     assert named(new) == {f"{new}/output"}
 
 
-def test_without_an_output_folder_it_is_a_mistake(tmp_path: Path, capsys: Capture) -> None:
+def test_without_an_output_folder_it_is_a_mistake(tmp_path: Path, command: Command) -> None:
     new = copied(tmp_path)
-    assert main(["relocate", str(new / "checkpoints")]) == 2
-    assert "--output: name the folder" in capsys.readouterr().err
+    assert "--output: name the folder" in command("relocate", new / "checkpoints", code=2).err
 
 
 def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
-    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
     hub.put("org/data", there)
     url = "hf://datasets/org/data/part"
     monkeypatch.setattr("datatrove_ckpt.output.hub_lag.LAG_LOOKS", (0.0, 0.01))
-    assert main(["relocate", str(folder / "checkpoints"), "--output", url]) == 0
+    command("relocate", folder / "checkpoints", "--output", url)
     assert named(folder) == {url}
     commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
     assert all(file.hub_hash for commit in commits.values() for file in commit.files)
     name = next(iter(there))
     hub.put("org/data", {name: there[name].replace(b"answer", b"ANSWER")})
-    capfd.readouterr()
-    assert main(["verify", str(folder / "checkpoints")]) == 1
-    assert "is altered: the hub lists another hash for it" in capfd.readouterr().out
+    assert "is altered: the hub lists another hash for it" in command("verify", folder / "checkpoints", code=1).out
 
 
 # parts that were not copied ------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, capsys: Capture) -> None:
+def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints" / "00001")
     for path in (new / "output").glob("00001*"):
         path.unlink()
-    assert relocate(new) == 1
-    said = capsys.readouterr().out
+    said = relocate(new, code=1).out
     assert f"rank 1: {new}/checkpoints/00001 is missing, and " in said
     assert "checkpoints/last_chunk/00001.txt names its last chunk" in said
     assert "so nothing was changed. Copy these files and folders again, and relocate again." in said
     for name in ("checkpoints", "output"):
         shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
-    assert relocate(new) == 0
+    relocate(new)
     assert named(new) == {f"{new}/output"}
 
 
-def test_tasks_without_a_trace_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_tasks_without_a_trace_are_named(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints" / "00001")
     (new / "checkpoints" / "last_chunk" / "00001.txt").unlink()
     for path in (new / "output").glob("00001*"):
         path.unlink()
     (new / "output" / "00000_chunk_00009.jsonl").write_text("")
-    assert relocate(new) == 0
-    said = capsys.readouterr().out
+    said = relocate(new).out
     assert "tasks 1, 2: nothing here shows that they ever started. If they did, copy their folders, too" in said
     assert "00000_chunk_00009.jsonl is named by no commit." in said
     # The folder that was forgotten can still be added.
     for name in ("checkpoints/00001", "output"):
         shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
-    assert relocate(new) == 0
+    relocate(new)
     assert named(new) == {f"{new}/output"}
 
 
-def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     plan = new / "checkpoints" / RESHARD_PLAN
     plan.parent.mkdir()
     plan.write_bytes(ReshardPlan(3, 5, 1).to_json())
-    assert relocate(new) == 1
-    said = capsys.readouterr().err
+    said = relocate(new, code=1).err
     assert "reshard` was interrupted" in said
     assert "at the old place, then copy it again" in said
     assert named(new) == {f"{tmp_path}/old/output"}
 
 
-def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(tmp_path: Path, relocate: Relocate) -> None:
     new = copied(tmp_path)
     for rank in RANKS[:2]:
         edit(new / "checkpoints" / rank / "run.json", reshards=1)
-    assert relocate(new) == 1
-    said = capsys.readouterr()
-    assert "shares.json is missing" in said.out + said.err
+    said = relocate(new, code=1)
+    assert "shares.json is missing" in said
     assert named(new) == {f"{tmp_path}/old/output"}

@@ -11,6 +11,7 @@ import pytest
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import documents, runner
 from tests.rank_folders import minutes, start, write_rank
 from tests.unit.test_report_page import Reader
@@ -26,11 +27,11 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: FakeServer, capsys: Captured) -> None:
+def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: FakeServer, command: Command) -> None:
     runner(tmp_path, server).run(documents(7))
     page = tmp_path / "page.html"
-    assert main(["report", str(tmp_path / "checkpoints"), "-o", str(page)]) == 0
-    assert capsys.readouterr().out.startswith(f"{page}: the report of 1 rank (")
+    printed = command("report", tmp_path / "checkpoints", "-o", page).out
+    assert printed.startswith(f"{page}: the report of 1 rank (")
     read = Reader(page.read_text())
     figures = {one["data-figure"]: one["data-value"] for one in read.all("dd") if "data-figure" in one}
     assert figures["totals.documents"] == "7"
@@ -96,14 +97,11 @@ def test_a_price_that_is_none_is_refused(arguments: list[str], said: str, checkp
     [("", 2, "is a folder. Give the name of a file"), ("missing/page.html", 1, "cannot be written: No such file")],
 )
 def test_a_page_that_cannot_be_written_is_told(
-    target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, capsys: Captured
+    target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, command: Command
 ) -> None:
-    assert main(["report", str(checkpoints), "-o", str(tmp_path / target)]) == code
-    assert said in capsys.readouterr().err
+    assert said in command("report", checkpoints, "-o", tmp_path / target, code=code).err
 
 
-def test_where_nothing_is_there_is_no_report(tmp_path: Path, capsys: Captured, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(tmp_path)]) == 2
-    assert "contains no checkpoint" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_where_nothing_is_there_is_no_report(here: Path, command: Command, monkeypatch: Any) -> None:
+    assert "contains no checkpoint" in command("report", here, code=2).err
+    assert list(here.iterdir()) == []

@@ -15,10 +15,10 @@ from datatrove.utils import _import_utils
 from fsspec.registry import _registry
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import documents, runner, writer
 from tests.yaml_jobs import job_yaml
 
@@ -41,9 +41,8 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., str]:
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
@@ -54,10 +53,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             assert old in text
             text = text.replace(old, new)
         Path("job.yaml").write_text(text)
-        assert main(["run", "job.yaml"]) == 2
+        said = command("run", "job.yaml", code=2).err
         assert not Path("checkpoints").exists()
         assert not list(Path().glob("logs/*"))
-        return capfd.readouterr().err.removeprefix("error: ").rstrip("\n")
+        return said.removeprefix("error: ").rstrip("\n")
 
     return run
 

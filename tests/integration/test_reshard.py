@@ -24,7 +24,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN
+from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN, SHARES
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
@@ -334,17 +334,23 @@ def test_steps_may_stand_between_if_their_documents_stand_for_themselves(job: Jo
     job.check_finished([name for name in job.ids if not name.endswith("-3")])
 
 
-def test_a_node_without_the_folder_gets_the_shares_from_the_mirror(job: Job) -> None:
-    job.stop_in_the_middle(2, some(job, 10))
-    job.reshard(2, 3)
-    job.changes = {"checkpoints_remote_dir": str(job.folder / "mirror"), "mirror_seconds": 1000}
-    job.stop_in_the_middle(3, set(), ranks=[0, 1])
-    shutil.rmtree(job.checkpoints)
-    job.finish(3)
-
-
 def mirrored(job: Job, name: str = "mirror") -> dict[str, Any]:
     return {"checkpoints_remote_dir": str(job.folder / name), "mirror_seconds": 1000}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("lost", ["", SHARES], ids=["the folder", "the shares"])
+def test_a_node_without_the_shares_gets_them_from_the_mirror(job: Job, lost: str) -> None:
+    job.stop_in_the_middle(2, some(job, 10))
+    job.reshard(2, 3)
+    job.changes = mirrored(job)
+    check_before_run(job.executor(3))
+    job.stop_in_the_middle(3, set(), ranks=[0, 1])
+    if lost:
+        (job.checkpoints / lost).unlink()
+    else:
+        shutil.rmtree(job.checkpoints)
+    job.finish(3)
 
 
 @pytest.mark.matrix

@@ -237,11 +237,6 @@ _STEPS = {
         NUMBER,
         "C4BadWordsFilter",
     ),
-    "replacements in turn": (
-        lambda folder: datatroves("formatters.pii.PIIFormatter")(bool).run(documents(folder)),
-        NUMBER,
-        "PIIFormatter",
-    ),
     "an adapter": (
         lambda folder: documents(folder, adapter=numbered()),
         NUMBER,

@@ -17,6 +17,7 @@ from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecuto
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
+from tests.patience import until_async
 
 TEST_SECONDS = 400.0
 
@@ -30,12 +31,11 @@ def play(main: Any) -> Any:
     return asyncio.run(asyncio.wait_for(main, TEST_SECONDS))
 
 
-def test_datatroves_calls_of_it_work(tmp_path: Path) -> None:
+def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -> None:
     expected = list(inspect.signature(theirs.InferenceRunner.run_async).parameters.values())
     ours = list(inspect.signature(InferenceRunner.run_async).parameters.values())
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [(one.name, one.default) for one in expected]
-    with FakeServer() as server:
-        play(runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7))
+    play(runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7))
     assert sorted(outputs(tmp_path)) == ["00007_chunk_00000.jsonl"]
 
 
@@ -97,7 +97,7 @@ def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 
-def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path) -> None:
+def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, server: FakeServer) -> None:
     fails = [True]
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -107,11 +107,10 @@ def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path) -> None:
         return result
 
     in_turn = {"max_concurrent_generations": 1}  # the failure cuts off no request of an earlier document
-    with FakeServer() as server:
-        with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
-            play(runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6)))
-        play(runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6)))
-        assert max(server.asked[f"text {index}"] for index in range(4)) == 1
+    with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
+        play(runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6)))
+    play(runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6)))
+    assert max(server.asked[f"text {index}"] for index in range(4)) == 1
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 6
 
 
@@ -120,8 +119,7 @@ def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> N
         with FakeServer(hold_after=2) as server:
             step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
             running = asyncio.create_task(step.run_async(documents(9)))
-            while len(server.payloads) < 5:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: len(server.payloads) >= 5)
             running.cancel()
             await asyncio.sleep(0.2)  # a stop without a drain would be over
             server.release()
@@ -136,17 +134,13 @@ def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> N
 
 
 def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
-    async def until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
     async def main() -> None:
         with FakeServer(hold_after=4) as server:
             step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
             running = asyncio.create_task(step.run_async(documents(5)))
-            await until(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
+            await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
             running.cancel()
-            await until(lambda: any("a second cancellation ends the wait at once" in line for line in log))
+            await until_async(lambda: any("a second cancellation ends the wait at once" in line for line in log))
             assert not running.done()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -163,21 +157,20 @@ def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
 
-def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: Path) -> None:
+def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: Path, server: FakeServer) -> None:
     """As in a notebook's cell. A coroutine that nobody awaits would be a warning, and so an error here."""
 
     async def main(run: Callable[[], object]) -> None:
         with pytest.raises(ConfigError, match=r"await runner.run_async\("):
             run()
 
-    with FakeServer() as server:
-        step = runner(tmp_path, server)
-        executor = LocalPipelineExecutor([documents(2), step], logging_dir=str(tmp_path / "logs"))
-        before = list(tmp_path.rglob("*"))
-        asyncio.run(main(executor.run))
-        asyncio.run(main(lambda: step.run(documents(2))))
-        assert list(tmp_path.rglob("*")) == before
-        assert not server.payloads
+    step = runner(tmp_path, server)
+    executor = LocalPipelineExecutor([documents(2), step], logging_dir=str(tmp_path / "logs"))
+    before = list(tmp_path.rglob("*"))
+    asyncio.run(main(executor.run))
+    asyncio.run(main(lambda: step.run(documents(2))))
+    assert list(tmp_path.rglob("*")) == before
+    assert not server.payloads
 
 
 def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:

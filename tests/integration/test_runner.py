@@ -37,7 +37,8 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, ids, make_server, rows, runner, writer
+from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
+from tests.patience import until_async
 
 
 def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -48,8 +49,7 @@ def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 async def until_journaled(folder: Path, number: int) -> None:
     """Until that many documents of chunk 0 are finished."""
     journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
-    while not journal.exists() or journal.read_bytes().count(b"\n") < number:
-        await asyncio.sleep(0.001)
+    await until_async(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= number)
 
 
 @pytest.mark.slow
@@ -60,8 +60,7 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == f"id {number}":
-            while server.asked.total() < number:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: server.asked.total() >= number)
             ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
             taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
             server.release()
@@ -203,8 +202,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
         number = document.metadata["number"]
         assert drawn.setdefault(number, result.text) == result.text
         if fail[0]:
-            while len(drawn) < 3:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: len(drawn) >= 3)
             raise RuntimeError("not yet")
         return result.text
 
@@ -251,15 +249,14 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
 
 
 def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
-    broken = [True]
-    status = lambda payload, times: 400 if broken[0] and payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
+    bad = ["text 1"]
     in_turn = {"max_concurrent_generations": 1}  # the rejection cuts no other request off
-    with FakeServer(status=status) as server:
+    with FakeServer(status=rejects(bad)) as server:
         for says in ("'id 1'.*HTTP 400", "an earlier attempt got this answer; retry_errors=True asks again"):
             with pytest.raises(DocumentFailed, match=says):
                 runner(tmp_path, server, config=in_turn).run(documents(2))
         assert server.asked["text 1"] == 1, "a permanent error is an answer"
-        broken[0] = False
+        bad.clear()
         runner(tmp_path, server, retry_errors=True, config=in_turn).run(documents(2))
     assert ids(tmp_path) == ["id 0", "id 1"]
     assert server.asked == {"text 0": 1, "text 1": 2}
@@ -519,10 +516,8 @@ def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.Mon
     ("url", "cause"),
     [
         *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
-        ("${MY_URL}/?code=hush", "in its query"),
+        ("${MY_URL}/?code=hush", r"endpoint_url: .*in its query would be written to files"),
         ("${MY_URL}me:hush@host", "use api_key_env"),
-        ("http://me:hush@127.0.0.1:1/v1", "use api_key_env"),
-        ("http://h/?api-version=1&code=hush", r"endpoint_url: .*in its query would be written to files"),
     ],
 )
 def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url: str, cause: str) -> None:

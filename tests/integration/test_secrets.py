@@ -263,20 +263,19 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(where: str) -> None:
     assert PASSWORD not in str(caught.value)
 
 
-def no_authority(kind: str) -> str:
-    return {"slash": f"me:{PASSWORD}/x@host", "port": f"me:{PASSWORD}@host:port", "bracket": f"[{PASSWORD}"}[kind]
+NO_AUTHORITY = {"slash": f"me:{PASSWORD}/x@host", "port": f"me:{PASSWORD}@host:port", "bracket": f"[{PASSWORD}"}
 
 
 # By their names: loguru also shows the frames of pytest, which hold the parameters.
-@pytest.mark.parametrize("kind", ["slash", "port", "bracket"])
+@pytest.mark.parametrize("kind", NO_AUTHORITY)
 def test_a_url_that_is_none_is_named_by_its_variable(
     kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AUTHORITY", no_authority(kind))
+    monkeypatch.setenv("AUTHORITY", NO_AUTHORITY[kind])
     with pytest.raises(ConfigError, match=r"http://\$\{AUTHORITY\} is not a URL") as caught:
         asyncio.run(start(InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}")))
     check(caught.value, said)
-    monkeypatch.setenv("WHOLE", f"http://{no_authority(kind)}")
+    monkeypatch.setenv("WHOLE", f"http://{NO_AUTHORITY[kind]}")
     with pytest.raises(ConfigError, match=r"\$\{WHOLE\} is not a URL") as caught:
         asyncio.run(start(InferenceConfig("endpoint", "m", endpoint_url="${WHOLE}")))
     check(caught.value, said)

@@ -69,9 +69,8 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
 
 
@@ -242,20 +241,6 @@ def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
     asyncio.run(play())
 
 
-def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log() -> None:
-    async def play() -> None:
-        config = custom(SERVER, server_patience_seconds=0.1)
-        async with make_server(config, 0) as running:
-            watch = asyncio.create_task(running.watch())
-            async with CompletionClient(config, running.urls, running.api_key) as client:
-                with pytest.raises(Exception, match="No request was answered"):
-                    await client.complete(b"{}")
-            with pytest.raises(ServerDied, match=r"(?s)exit code 41.*serving"):
-                await watch
-
-    asyncio.run(play())
-
-
 def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
     config = custom("import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2)
     began = time.monotonic()
@@ -323,7 +308,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
 
 @linux_only
-def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
+def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> None:
     script = SERVER + "\n"
     script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
 
@@ -333,11 +318,12 @@ def test_the_key_is_in_no_command_line_no_log_and_no_error() -> None:
             key = running.api_key
             assert key
             assert not [line for line in command_lines() if key.reveal().encode() in line]
+            watch = asyncio.create_task(running.watch())
             async with CompletionClient(config, running.urls, key) as client:
                 with pytest.raises(Exception, match="No request was answered"):
                     await client.complete(b"{}")
-            with pytest.raises(ServerDied, match=r"\*\*\*") as caught:
-                await running.watch()
+            with pytest.raises(ServerDied, match=r"(?s)exit code 41.*\*\*\*.*serving") as caught:
+                await watch
             assert key.reveal() not in str(caught.value)
 
     asyncio.run(play())

@@ -21,7 +21,8 @@ import pytest
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.patience import Patience
+from tests.patience import Patience, until
+from tests.processes import write_program
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 DRAINS = "requests in flight have"
@@ -132,12 +133,8 @@ class Job:
 
     def until_drains(self, *tasks: int) -> None:
         """Until these ranks say so, or all of them."""
-        deadline = time.monotonic() + 300
-        for task in tasks or range(self.tasks):
-            log = self.folder / "logs" / "logs" / f"task_{task:05d}.log"
-            while DRAINS not in log.read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        logs = [self.folder / "logs" / "logs" / f"task_{task:05d}.log" for task in tasks or range(self.tasks)]
+        until(lambda: all(DRAINS in log.read_text() for log in logs))
 
     def worker(self, task: int) -> int:
         return int((self.folder / "pids" / str(task)).read_text())
@@ -305,13 +302,9 @@ SlurmPipelineExecutor(
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of an array's task. Its job's end is two seconds after the file "asked" appears."""
     tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\necho here\n')
-    (tools / "squeue").write_text(
-        f"#!/bin/sh\nuntil [ -e {tmp_path}/asked ]; do sleep 0.01; done\ndate -d '+2 seconds' +%FT%T\n"
-    )
-    (tools / "scontrol").chmod(0o755)
-    (tools / "squeue").chmod(0o755)
+    write_program(tools / "scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\necho here\n')
+    asked = f"until [ -e {tmp_path}/asked ]; do sleep 0.01; done"
+    write_program(tools / "squeue", f"#!/bin/sh\n{asked}\ndate -d '+2 seconds' +%FT%T\n")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "ranks_to_run.json").write_text("[0]")
     return {

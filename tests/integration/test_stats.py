@@ -24,7 +24,7 @@ from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash, disk_in_place
 from tests.hub import FakeHub
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, rejects, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -410,8 +410,7 @@ def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub: FakeHub, tmp_path
         step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
         LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
 
-    status = lambda payload, times: 400 if payload["messages"][-1]["content"] in bad else None  # noqa: E731
-    with FakeServer(status=status) as server:
+    with FakeServer(status=rejects(bad)) as server:
         execute(retry=False)
         del hub.repos["dataset", "org/data"]
         bad.clear()

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,21 @@ import pytest
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
 from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance.state_json import SCHEMA
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
 from tests.jobs import documents, runner
 from tests.mirrors import Killed
 from tests.ptys import Terminal
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 
-Said = Callable[..., tuple[int, str]]
+Said = Callable[..., Printed]
 MIN = 60.0
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Runs the command; gives its exit code and what it printed."""
-
-    def call(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main(["status", *map(str, arguments)])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
-
-    return call
+def said(command: Command) -> Said:
+    return partial(command, "status")
 
 
 def make_run(root: Path, now: float) -> None:
@@ -73,8 +66,7 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
 ) -> None:
     make_run(tmp_path, time.time())
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
-    code, text = said(tmp_path)
-    assert code == 1
+    text = said(tmp_path, code=1)
     lines = text.splitlines()
     states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
     assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); newest word ")
@@ -84,14 +76,12 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
     kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
-    every = said(tmp_path, "--all")[1]
+    every = said(tmp_path, "--all", code=1)
     table = every[every.index("  rank  state") :].splitlines()
     assert len(table) == 1 + 11 + 1
     assert table[-1].startswith("retry-00001/7  finished")
-    code, text = said(tmp_path, "--json")
-    found = json.loads(text)
+    found = json.loads(said(tmp_path, "--json", code=1))
     validate(found)
-    assert code == 1
     assert {rank["state"] for rank in found["ranks"]} == set(json.loads(SCHEMA.read_bytes())["$defs"]["state"]["enum"])
     assert [entry["trouble"] for entry in found["attention"]] == kinds
     assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
@@ -113,7 +103,7 @@ def dealt_anew(root: Path, begun: int) -> None:
 def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_path: Path, said: Said) -> None:
     for begun, share in ((0, "no percentage: not every rank has begun"), (2, "no percentage"), (3, " 35.6 % of the")):
         dealt_anew(tmp_path / f"{begun}", begun)
-        text = said(tmp_path / f"{begun}")[1]
+        text = said(tmp_path / f"{begun}")
         assert share in text
         assert "Run the command that started it again, with --executor.tasks=3: it goes on from here." in text
 
@@ -131,10 +121,10 @@ def test_a_run_that_would_be_refused_is_not_said_to_go_on(
 ) -> None:
     dealt_anew(tmp_path, 3)
     damage(tmp_path)
-    code, text = said(tmp_path)
-    assert (code, "No rank needs attention" in text, "it goes on from here" in text) == (1, False, False)
+    text = said(tmp_path, code=1)
+    assert ("No rank needs attention" in text, "it goes on from here" in text) == (False, False)
     assert said_of_it in text
-    found = json.loads(said(tmp_path, "--json")[1])
+    found = json.loads(said(tmp_path, "--json", code=1))
     validate(found)
     assert said_of_it in found["refusal"] + "".join(one["reason"] for one in found["attention"])
 
@@ -144,11 +134,11 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
 ) -> None:
     write_rank(tmp_path, 0, [start(time.time() - 3600)])
     usage = shutil.disk_usage(tmp_path)
-    assert "is full" not in said(tmp_path)[1]
+    assert "is full" not in said(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12 << 10))
-    assert said(tmp_path)[1].splitlines()[-1].startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
+    assert said(tmp_path).splitlines()[-1].startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
     write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
-    assert "is full" not in said(tmp_path / "ended")[1]
+    assert "is full" not in said(tmp_path / "ended")
 
 
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
@@ -156,13 +146,13 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
     (tmp_path / "last_chunk").mkdir()
     (tmp_path / "last_chunk/00004.txt").write_text("0\n")
-    text = said(tmp_path)[1]
+    text = said(tmp_path)
     assert "10 ranks (2 finished, 8 not started)" in text
     assert "  missing    not started: 2-9\n" in text
     assert "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while" in text
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
     assert "Nothing runs, and the run is not finished. Run the command that started it again" in text
-    found = json.loads(said(tmp_path, "--json")[1])
+    found = json.loads(said(tmp_path, "--json"))
     validate(found)
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
 
@@ -172,7 +162,7 @@ def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said
     for rank in range(30):
         if rank != 25:
             write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
-    text = said(tmp_path)[1]
+    text = said(tmp_path)
     assert text.count(" ago on node7: E: ") == 20
     assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
 
@@ -181,7 +171,7 @@ def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> 
     then = time.time() - 30 * MIN
     for rank in (3, 5, 6, 7):
         write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, "E: x")])
-    text = said(tmp_path)[1]
+    text = said(tmp_path)
     assert "  ranks 3, 5-7: failed: " in text
     assert text.count(" ago on node7: E: x\n") == 1
 
@@ -191,7 +181,7 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Pat
     write_rank(tmp_path, 0, [start(then, host="\x1b[2Jevil"), minute(then, 0)], letters=[("E", "\x1b[2J")], chunks=1)
     death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
     write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
-    assert "\x1b" not in said(tmp_path, "--all")[1]
+    assert "\x1b" not in said(tmp_path, "--all")
 
 
 @pytest.mark.slow
@@ -223,15 +213,12 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_memory_file_system")
-def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said) -> None:
+def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, server: FakeServer) -> None:
     url = "memory://status/mirror"
-    with FakeServer() as server:
-        runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
-    local = json.loads(said(tmp_path / "checkpoints", "--json")[1])
-    code, text = said(url, "--json")
-    copy = json.loads(text)
+    runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
+    local = json.loads(said(tmp_path / "checkpoints", "--json"))
+    copy = json.loads(said(url, "--json"))
     validate(copy)
-    assert code == 0
     assert copy["is_copy"]
     assert copy["what"] == url
     for name in ("documents", "committed", "states", "attempts"):
@@ -300,41 +287,33 @@ def test_watch_ends_with_the_run(tmp_path: Path) -> None:
 
 def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:
     write_rank(tmp_path, 0, chunks=2, finished=True)
-    code, text = said(tmp_path, "--watch")
-    assert code == 0
+    text = said(tmp_path, "--watch")
     (line,) = text.splitlines()
     assert "20 documents, 1 finished, 0 in trouble, newest word " in line
-    (line,) = said(tmp_path, "--watch", "--json")[1].splitlines()
+    (line,) = said(tmp_path, "--watch", "--json").splitlines()
     validate(json.loads(line))
 
 
 # what ``status --json`` says after kill -9 at random moments is what was counted from outside ------------------------
 
 
-def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["status", str(folder / "checkpoints"), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("kills", [2, 20])
-def test_status_tells_the_truth_after_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
+def test_status_tells_the_truth_after_kills(tmp_path: Path, said: Said, kills: int) -> None:
     chance = random.Random(kills)
     killed = Killed(tmp_path, str(tmp_path / "remote"), 0.001, kills)
     number = killed.documents
     with FakeServer(delay=killed.delay) as server:
         for attempt in range(1, kills + 1):
             assert killed._run_once(server, chance.randrange(3, 20))
-            found = read(tmp_path, capsys)
+            found = json.loads(said(tmp_path / "checkpoints", "--json"))
             (state,) = found["ranks"]
             assert (state["attempts"], state["state"], state["trouble"]) == (attempt, "lost", "lost")
             assert state["attempts_without_a_word"] == list(range(1, attempt + 1))
             assert (state["documents"], state["exact"]) == (finished(tmp_path), True)
         assert not killed._run_once(server, None)
         asked = server.asked
-    found = read(tmp_path, capsys)
+    found = json.loads(said(tmp_path / "checkpoints", "--json"))
     totals = found["totals"]
     assert found["is_finished"]
     assert (totals["attempts"], totals["attempts_without_a_word"]) == (kills + 1, kills)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES
@@ -16,8 +15,9 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 from tests.crash.test_every_effect import answered
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, fails_at, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
@@ -43,17 +43,11 @@ def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **chan
     return str(failed.value)
 
 
-async def stop_at_the_third(document: Document, generate: Any) -> Any:
-    if document.id == "id 2":
-        raise ValueError("as asked")
-    return await ask(document, generate)
-
-
 def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_start(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    with pytest.raises(Exception, match="as asked"):
-        runner(tmp_path, server, stop_at_the_third).run(documents(5))
+    with pytest.raises(Exception, match="cannot make sense of id 2"):
+        runner(tmp_path, server, fails_at(["id 2"])).run(documents(5))
     path = put(tmp_path)
     said = refused(STRANGER, tmp_path, server, accept_changes=True)
     assert "delete" in said
@@ -102,8 +96,8 @@ def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
 
 def test_jobs_with_other_templates_in_one_folder_do_not_disturb_each_other(tmp_path: Path, server: FakeServer) -> None:
     for name in ("a", "b"):
-        with pytest.raises(Exception, match="as asked"):
-            other(tmp_path, server, name, stop_at_the_third).run(documents(5))
+        with pytest.raises(Exception, match="cannot make sense of id 2"):
+            other(tmp_path, server, name, fails_at(["id 2"])).run(documents(5))
     for name in ("a", "b"):
         other(tmp_path, server, name, ask).run(documents(5))
     assert len(outputs(tmp_path / "output")) == 6
@@ -154,15 +148,13 @@ def both(folder: Path, one: FakeServer) -> FakeServer:
     return FakeServer(answer=answer)
 
 
-def test_the_slower_job_overwrites_nothing_however_often_it_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_slower_job_overwrites_nothing_however_often_it_is_started(tmp_path: Path, command: Command) -> None:
     with FakeServer(answer=lambda path, text: "a") as one, both(tmp_path, one) as other:
         for _ in range(2):
             with pytest.raises(OutputMismatch, match=r"jsonl is there with other content, which this rank has not"):
                 job(tmp_path, other, "b").run(documents(5))
-            assert main(["verify", str(tmp_path / "b" / "checkpoints")]) == 1
-            assert ".jsonl is named by no commit. Another job has written it" in capsys.readouterr().out
+            printed = command("verify", tmp_path / "b" / "checkpoints", code=1).out
+            assert ".jsonl is named by no commit. Another job has written it" in printed
         asked = dict(other.asked)
         mine = [path.read_text() for path in (tmp_path / "output").glob("*.jsonl")]
         assert len(mine) == 3

@@ -72,9 +72,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     process.popen.send_signal(number)
     time.sleep(preemption.SAME_EVENT + 0.5)  # an earlier one counts as the same event
     process.popen.send_signal(number)
-    started = time.monotonic()
     assert process.end() in (128 + number, -number)
-    assert time.monotonic() - started < 400
     assert not list((tmp_path / "logs").glob("completions/*"))
     assert process.left == []
     (tmp_path / "good").touch()

@@ -31,7 +31,8 @@ from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_nod
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from tests.processes import is_alive
+from tests.patience import until, until_async
+from tests.processes import is_alive, write_program
 
 # Without an HTTP library, whose import would take most of the time of these tests.
 SERVE = """
@@ -107,15 +108,14 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def _quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
     monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
     monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
     monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
-    (tmp_path / "engine.py").write_text(ENGINE)
+    (here / "engine.py").write_text(ENGINE)
 
 
 def config(**settings: Any) -> InferenceConfig:
@@ -171,13 +171,6 @@ def break_engine() -> None:
     Path("engine.py").write_text("import sys; sys.exit('out of luck')")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Polls, because there is no event for what other processes write into files."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def play(script: Callable[[Run], Any], **settings: Any) -> None:
     async def run() -> None:
         async with running(config(**settings)) as started:
@@ -192,11 +185,11 @@ def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
     async def script(run: Run) -> None:
         run.client.on_server = lambda what, name, url, why: happened.append((what, name, bool(url))) or None
         tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until(lambda: sum(asked().values()) == 3)
+        await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGKILL)
-        await until(lambda: not run.client.router.targets[0].up)
+        await until_async(lambda: not run.client.router.targets[0].up)
         late = run.ask("late")  # waits while there is no server
-        await until(lambda: len(engines()) == 2)
+        await until_async(lambda: len(engines()) == 2)
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
@@ -227,7 +220,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list[str]) -> None:
     async def script(run: Run) -> None:
         tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until(lambda: sum(asked().values()) == 3)
+        await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGSTOP)
         clock.now += 1.0
         open_gate()
@@ -248,7 +241,7 @@ def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
             await server._check_progress(None, 0)
 
         slow = run.ask("wait")
-        await until(lambda: bool(asked()))
+        await until_async(lambda: bool(asked()))
         for number in range(6):
             await pass_time(30)
             await run.ask(f"quick {number}")
@@ -263,14 +256,16 @@ def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
     play(script, hang_timeout=60)
 
 
+def stand_in_for_vllm(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(Path("bin/vllm"), program)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
+
+
 @pytest.fixture
 def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program named vllm that does nothing."""
-    Path("bin").mkdir()
-    Path("bin/vllm").write_text("#!/bin/sh\nexec sleep 600\n")
-    Path("bin/vllm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
+    stand_in_for_vllm("#!/bin/sh\nexec sleep 600\n", monkeypatch)
 
 
 @asynccontextmanager
@@ -358,10 +353,10 @@ def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
 def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
     async def script(run: Run) -> None:
         running = run.ask("wait")
-        await until(lambda: bool(asked()))
+        await until_async(lambda: bool(asked()))
         os.kill(engines()[0], signal.SIGTERM)
         refused = [run.ask(f"new {n}") for n in range(3)]
-        await until(lambda: sum(asked().values()) == 4)
+        await until_async(lambda: sum(asked().values()) == 4)
         open_gate()
         assert (await running).text == f"{engines()[0]} says wait"  # it finishes its requests
         assert await run.texts(refused) == ["new 0", "new 1", "new 2"]
@@ -388,11 +383,11 @@ def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeyp
 def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
     async def script(run: Run) -> None:
         poison = run.ask("die at the fuse")
-        await until(lambda: bool(asked()))
+        await until_async(lambda: bool(asked()))
         others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
-        await until(lambda: sum(asked().values()) == 41)
+        await until_async(lambda: sum(asked().values()) == 41)
         burn_fuse()
-        await until(lambda: len(engines()) == 3)
+        await until_async(lambda: len(engines()) == 3)
         open_gate()
         with pytest.raises(RequestPoisoned):
             await poison
@@ -425,7 +420,7 @@ def test_restarts_of_long_ago_do_not_count() -> None:
     async def script(run: Run) -> None:
         for number in range(3):
             os.kill(engines()[-1], signal.SIGKILL)
-            await until(lambda count=number + 2: len(engines()) == count)
+            await until_async(lambda count=number + 2: len(engines()) == count)
         assert await run.texts([run.ask("still here")]) == ["still here"]
         assert run.servers.restarts == 3
 
@@ -440,10 +435,10 @@ def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeyp
 
     async def script(run: Run) -> None:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
-        await until(lambda: sum(asked().values()) == 4)
+        await until_async(lambda: sum(asked().values()) == 4)
         dead, alive = engines()
         os.kill(dead, signal.SIGKILL)
-        await until(lambda: sum(asked().values()) == 6)
+        await until_async(lambda: sum(asked().values()) == 6)
         open_gate()
         assert {(await task).text.split()[0] for task in tasks} == {str(alive)}
         assert run.client.stats.resent == 2
@@ -457,7 +452,7 @@ def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
             if pid == engines()[0]:
-                await until(lambda: any("goes on without this server, with 1 of 2" in line for line in log))
+                await until_async(lambda: any("goes on without this server, with 1 of 2" in line for line in log))
                 await run.ask("still here")
         with pytest.raises(ServerDied):
             await run.servers.watch()
@@ -558,13 +553,9 @@ class TwoNodes:
     """A task on two nodes, both of them this machine."""
 
     def __init__(self, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, script in (("bin/vllm", TWO_PART_VLLM), ("node.py", NODE)):
-            Path(name).parent.mkdir(exist_ok=True)
-            Path(name).write_text(script)
-            Path(name).chmod(0o755)
+        stand_in_for_vllm(TWO_PART_VLLM, monkeypatch)
+        Path("node.py").write_text(NODE)
         Path("job.json").write_text(json.dumps({"port": master_port(), "texts": texts}))
-        monkeypatch.setenv("PATH", f"bin:{os.environ['PATH']}")
-        monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
         monkeypatch.setenv(KEY, KEY_OF_TEST)
 
@@ -585,10 +576,7 @@ class TwoNodes:
     def codes(self) -> list[int]:
         """Exit codes of both nodes, which must end. No process of the engine may be left two minutes later."""
         codes = [node.wait(timeout=400) for node in self.nodes]
-        deadline = time.monotonic() + 120
-        while any(is_alive(pid) for pid in self.parts(0) + self.parts(1)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
         return codes
 
     def parts(self, rank: int) -> list[int]:

@@ -5,7 +5,6 @@ tests/real/test_slurm.py has a real Slurm.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -24,6 +23,8 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
+from tests.patience import until_async
+from tests.processes import write_program
 
 TASKS = 3
 # A task of an array. The signal comes when the first rank that runs has ended and the next has not begun.
@@ -63,11 +64,9 @@ async def ask(document, generate):
 @pytest.fixture
 def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The last task of array 17, whose own job number is 17, too. Slurm says of it what the file "record" holds."""
-    for folder in ("tools", "input", "logs"):
+    for folder in ("input", "logs"):
         (tmp_path / folder).mkdir()
-    scontrol = tmp_path / "tools/scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
-    scontrol.chmod(0o755)
+    write_program(tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
     (tmp_path / "record").write_text("here\n")  # the node list
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "my_rollout.py").write_text(ROLLOUT)
@@ -147,13 +146,11 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
     else:  # Slurm before 23.02 must be asked
         monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        (tmp_path / "squeue").write_text(f"#!/bin/sh\ndate -d @{now + 3600} +%FT%T\n")
-        (tmp_path / "squeue").chmod(0o755)
+        write_program(tmp_path / "squeue", f"#!/bin/sh\ndate -d @{now + 3600} +%FT%T\n")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def once_the_end_is_known(document: Document, generate: Any) -> Any:
-        while not slurm_job._first_asked:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: slurm_job._first_asked)
         return await ask(document, generate)
 
     step = runner(tmp_path, server, once_the_end_is_known)

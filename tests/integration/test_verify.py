@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.names import output_pattern
@@ -35,21 +34,19 @@ from datatrove_ckpt.testing import (
     outputs,
 )
 from datatrove_ckpt.testing.disks import copy_tree
-from tests.jobs import documents, runner, writer
+from tests.commands import Command, Printed
+from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
+from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-Said = Callable[..., tuple[int, str]]
-
-
-def reject_some(payload: dict[str, Any], times: int) -> int | None:
-    """Documents 1 and 4 are dead letters."""
-    return 400 if payload["messages"][-1]["content"] in ("text 1", "text 4") else None
+Said = Callable[..., Printed]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with FakeServer(status=reject_some) as running:
+    """Documents 1 and 4 are dead letters."""
+    with FakeServer(status=rejects(["text 1", "text 4"])) as running:
         yield running
 
 
@@ -104,12 +101,11 @@ def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
 @pytest.mark.parametrize("options", [(), ("--full",)])
 def test_a_finished_run_has_no_problem(job: Path, said: Said, options: tuple[str, ...]) -> None:
     before = outputs(job)
-    code, text = said("verify", job, *options)
+    text = said("verify", job, *options)
     checked = "sizes and contents" if options else "sizes; --full compares contents, too"
-    assert (code, text) == (
-        0,
+    assert text == (
         "no problem: 2 ranks, 14 documents (10 written, 0 dropped, 4 dead letters) in 8 files of "
-        f"{job}/output (checked: {checked})\n",
+        f"{job}/output (checked: {checked})\n"
     )
     assert outputs(job) == before, "it only reads"
 
@@ -122,9 +118,11 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     parquet = ParquetWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.parquet")
     output = parquet if kind == "parquet" else writer(tmp_path, kind)
     runner(tmp_path, server, output_writer=output, skip_bad_requests=True).run(documents(3))
-    assert said("verify", tmp_path, "--full")[0] == 0
+    said("verify", tmp_path, "--full")
     edit_commits(tmp_path, lambda commit: commit | {"tally": commit["tally"] | {"written": 5}})
-    assert "output files hold 1 documents instead of the 5 that were committed" in said("verify", tmp_path, "--full")[1]
+    assert "output files hold 1 documents instead of the 5 that were committed" in said(
+        "verify", tmp_path, "--full", code=1
+    )
 
 
 def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server: FakeServer, said: Said) -> None:
@@ -135,8 +133,7 @@ def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server
     own = type("JsonlWriter", (JsonlWriter,), {"_write": _write, "__module__": "jobs"})
     output = own(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run([Document(f"a {i}", f"id {i}") for i in range(3)])
-    code, text = said("verify", tmp_path, "--full")
-    assert code == 0
+    text = said("verify", tmp_path, "--full")
     assert text.endswith("(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n")
 
 
@@ -145,7 +142,7 @@ def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
 ) -> None:
     output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(1))
-    assert said("verify", tmp_path)[0] == 0
+    said("verify", tmp_path)
 
 
 # damage --------------------------------------------------------------------------------------------------------------
@@ -155,26 +152,18 @@ def remove(job: Path) -> None:
     chunk_file(job, 1).unlink()
 
 
-def truncate(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def grow(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def alter(job: Path) -> None:
-    path = chunk_file(job, 1)
-    path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER", 1))
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    return lambda job: chunk_file(job, 1).write_bytes(change(chunk_file(job, 1).read_bytes()))
 
 
 MENDABLE = {
     "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
-    "truncated": (truncate, "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
-    "grown": (grow, "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
-    "altered": (alter, "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is "),
+    "truncated": (rewrite(lambda data: data[:-1]), "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
+    "grown": (rewrite(lambda data: data + b"\n"), "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
+    "altered": (
+        rewrite(lambda data: data.replace(b"answer", b"ANSWER", 1)),
+        "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
+    ),
 }
 
 
@@ -206,10 +195,6 @@ def lose_a_dead_letter(job: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
 
-def newer_format(job: Path) -> None:
-    edit_commits(job, lambda commit: commit | {"from": "the future"})
-
-
 OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "foreign": (
         lambda job: (job / "output" / "notes.txt").write_text("mine"),
@@ -232,7 +217,10 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
     "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
-    "another version": (newer_format, ["line 1: the line is whole, but no commit of this version of the program"]),
+    "another version": (
+        lambda job: edit_commits(job, lambda commit: commit | {"from": "the future"}),
+        ["line 1: the line is whole, but no commit of this version of the program"],
+    ),
     "corrupt settings": (
         lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
         ["rank 1: ", "run.json does not hold a run"],
@@ -279,16 +267,13 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job: Path, said: Said, kind: str) -> None:
     damage, messages = OTHER_DAMAGE[kind]
     damage(job)
-    code, text = said("verify", job)
-    assert code == 1
+    text = said("verify", job, code=1)
     for message in messages:
         assert message in text
     if kind == "lost":
         return
     before = outputs(job)
-    code, text = said("repair", job)
-    assert code == 1
-    assert f"not repaired: {messages[0]}" in text or messages[-1] in text
+    assert f"not repaired: {messages[0]}" in text or messages[-1] in said("repair", job, code=1)
     assert outputs(job) == before
 
 
@@ -296,12 +281,12 @@ def test_output_that_is_gone_is_missing_once_its_folder_is_named(
     job: Path, said: Said, server: FakeServer, undamaged: dict[str, bytes]
 ) -> None:
     shutil.rmtree(job / "output")
-    _, text = said("verify", job, "--output", str(job / "output"))
+    text = said("verify", job, "--output", job / "output", code=1)
     assert text.count(" is missing. ") == 8
-    assert said("repair", job, "--output", str(job / "output"))[0] == 0
+    said("repair", job, "--output", job / "output")
     run(job, server)
     assert outputs(job / "output") == undamaged
-    assert said("verify", job, "--full")[0] == 0
+    said("verify", job, "--full")
 
 
 def test_what_cannot_be_read_is_no_reason_to_make_it_again(
@@ -311,8 +296,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
         raise PermissionError("not yours")
 
     monkeypatch.setattr("datatrove_ckpt.maintenance.verify_output._content_hash", refuse)
-    code, text = said("repair", job, "--full")
-    assert code == 1
+    text = said("repair", job, "--full", code=1)
     assert text.count("cannot be read: PermissionError: not yours") == 8
     assert "nothing that repair can do" in text
 
@@ -323,15 +307,13 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
 def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: FakeServer, said: Said) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":
-            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
-                await asyncio.sleep(0.001)
+            await until_async(lambda: (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists())
             raise RuntimeError("not yet")
         return True
 
     with pytest.raises(DocumentFailed):
         runner(tmp_path, server, rollout).run(documents(4), rank=0, world_size=2)
-    code, text = said("verify", tmp_path)
-    assert code == 3
+    text = said("verify", tmp_path, code=3)
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
     assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
     assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
@@ -354,8 +336,7 @@ def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again
         run(1, 2)
 
     monkeypatch.setattr("datatrove_ckpt.maintenance.verify.check_output", check)
-    code, text = said("verify", tmp_path)
-    assert code == (3 if is_new else 0), text
+    said("verify", tmp_path, code=3 if is_new else 0)
 
 
 def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
@@ -369,8 +350,7 @@ def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
         with pytest.raises(StorageFailed):
             runner(tmp_path, server).run(documents(1))
     assert chunk_file(tmp_path, 0).exists()
-    code, text = said("verify", tmp_path)
-    assert code == 3
+    text = said("verify", tmp_path, code=3)
     assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published but not committed yet." in text
 
 
@@ -383,36 +363,36 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(
     moved = JsonlWriter(str(tmp_path / "moved"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
     step = runner(tmp_path, server, metadata_key="second", output_writer=moved, accept_changes=True)
     step.run(documents(1), rank=1, world_size=2)
-    assert said("verify", tmp_path, "--full")[0] == 0
+    said("verify", tmp_path, "--full")
     for rank in range(2):
         edit_settings(tmp_path, rank, accepted_changes=[])
     (tmp_path / "checkpoints" / "job.json").unlink()
-    code, text = said("verify", tmp_path)
-    assert code == 1
-    assert "was run with settings that differ from rank 0" in text
+    assert "was run with settings that differ from rank 0" in said("verify", tmp_path, code=1)
 
 
-def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeServer, said: Said) -> None:
-    seen: dict[str, tuple[int, str]] = {}
+def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
+    seen: dict[str, Printed] = {}
 
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 2":
             commits = tmp_path / "checkpoints/00000/commits.jsonl"
-            while not commits.exists() or not commits.stat().st_size:
-                await asyncio.sleep(0.001)
-            for command in ("status", "verify", "repair"):
-                seen[command] = await asyncio.to_thread(said, command, tmp_path)
+            await until_async(lambda: commits.exists() and commits.stat().st_size)
+            for name, code in (("status", 0), ("verify", 3), ("repair", 0)):
+                seen[name] = await asyncio.to_thread(said, name, tmp_path, code=code)
+            chunk_file(tmp_path, 0).unlink()
+            seen["repair of a lost file"] = await asyncio.to_thread(said, "repair", tmp_path, code=1)
         return True
 
-    runner(tmp_path, server, rollout).run(documents(3))
-    code, text = seen["status"]
-    assert code == 0
-    assert "1 rank (1 running)" in text
-    assert "2 done" in text
-    assert seen["verify"][0] == 3
-    assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"][1]
-    assert seen["repair"] == (0, "There is nothing to repair.\n")
-    assert said("verify", tmp_path)[0] == 0
+    with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
+        runner(tmp_path, server, rollout).run(documents(3))
+    assert "1 rank (1 running)" in seen["status"]
+    assert "2 done" in seen["status"]
+    assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"]
+    assert seen["repair"] == "There is nothing to repair.\n"
+    assert "error: This very process works on this rank already" in seen["repair of a lost file"]
+    said("verify", tmp_path, code=1)
 
 
 # json ----------------------------------------------------------------------------------------------------------------
@@ -420,9 +400,8 @@ def test_status_and_verify_work_while_a_run_is_on(tmp_path: Path, server: FakeSe
 
 def test_verify_as_json(job: Path, said: Said) -> None:
     remove(job)
-    code, text = said("verify", job, "--json")
-    found = json.loads(text)
-    assert code == found["exit_code"] == 1
+    found = json.loads(said("verify", job, "--json", code=1))
+    assert found["exit_code"] == 1
     problem = found["problems"][0]
     assert {key: problem[key] for key in ("kind", "rank", "chunk_index", "path", "root")} == {
         "kind": "missing",
@@ -440,11 +419,10 @@ def test_verify_as_json(job: Path, said: Said) -> None:
     assert found["unfinished"] == []
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "repair"])
-def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, command: str) -> None:
+@pytest.mark.parametrize("name", ["status", "verify", "repair"])
+def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, name: str) -> None:
     (tmp_path / "checkpoints").mkdir()
-    code, text = said(command, tmp_path)
-    assert code == 2
+    text = said(name, tmp_path, code=2)
     assert text == (
         f"error: {tmp_path}/checkpoints contains no checkpoint: there is no folder like 00000 in it. Give the folder "
         "that checkpoints_local_dir names.\n"
@@ -460,26 +438,25 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
 ) -> None:
     damage, message = MENDABLE[kind]
     damage(job)
-    code, text = said("verify", job, "--full")
-    assert (code, text.startswith(message)) == (1, True)
+    text = said("verify", job, "--full", code=1)
+    assert text.startswith(message)
     advice = f"To redo it: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
     assert text.splitlines(keepends=True)[0].endswith(advice)
     assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
-    assert said("verify", job)[0] == (0 if kind == "altered" else 1), "only --full reads the files"
-    code, text = said("repair", job, "--full")
-    assert code == 0
+    said("verify", job, code=0 if kind == "altered" else 1)  # only --full reads the files
+    text = said("repair", job, "--full")
     assert text.startswith(
         "rank 0, chunk 1: take back its commit, to have 2 documents processed again; remove 00000_chunk_00001.jsonl\n"
         "Done. Now remove LOGGING_DIR/completions/00000"
     )
     assert not chunk_file(job, 1).exists()
     assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "0\n"
-    code, text = said("verify", job, "--full")
-    assert (code, text.splitlines()[0]) == (3, "rank 0, chunk 1: is not started, although later chunks are.")
+    text = said("verify", job, "--full", code=3)
+    assert text.splitlines()[0] == "rank 0, chunk 1: is not started, although later chunks are."
     run(job, server)
     assert set(server.asked) == {"text 2", "text 3"}
     assert outputs(job / "output") == undamaged
-    assert said("verify", job, "--full")[0] == 0
+    said("verify", job, "--full")
     assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "3\n"
 
 
@@ -490,22 +467,20 @@ def test_dead_letters_of_repaired_chunks_are_there_once(
 ) -> None:
     for chunk in chunks:
         chunk_file(job, chunk).unlink()
-    code, text = said("repair", job)
-    assert code == 0
+    text = said("repair", job)
     assert text.count("1 dead letter among them") == len({0, 2} & set(chunks))
-    assert said("verify", job)[0] == 3
+    said("verify", job, code=3)
     run(job, server)
     assert set(server.asked) == {f"text {ordinal}" for c in chunks for ordinal in (2 * c, 2 * c + 1) if ordinal < 7}
     assert outputs(job / "output") == undamaged
-    assert said("verify", job, "--full")[0] == 0
-    letters = (job / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
-    assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4]
+    said("verify", job, "--full")
+    assert sorted(letter["ordinal"] for letter in letters(job)) == [1, 4]
     # And again, now that the commits come in another order, and a blank lies between the letters.
     chunk_file(job, chunks[-1]).unlink()
-    assert said("repair", job)[0] == 0
+    said("repair", job)
     run(job, server)
     assert outputs(job / "output") == undamaged
-    assert said("verify", job, "--full")[0] == 0
+    said("verify", job, "--full")
 
 
 @pytest.fixture(params=[(0,), (0, 2)], ids=["letters between", "letters at the end"])
@@ -566,20 +541,19 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
             marker.touch()
 
     points: list[str] = []
-    for point in crashes(lambda: said("repair", damaged, *options), damaged, disk_type, points):
-        assert said("verify", damaged)[0] in (1, 3), f"{point}: not seen"
+    for point in crashes(lambda: said("repair", damaged, *options, code=None), damaged, disk_type, points):
+        assert said("verify", damaged, code=None).code in (1, 3), f"{point}: not seen"
         if run_first:
             try:
                 life()
             except OutputMismatch:
-                assert said("verify", damaged)[0] == 1, f"{point}: refused without a reason"
-            assert said("verify", damaged)[0] in (0, 1), f"{point}: not seen"
-        assert said("repair", damaged, *options)[0] == 0, point
+                said("verify", damaged, code=1)  # refused with a reason
+            assert said("verify", damaged, code=None).code in (0, 1), f"{point}: not seen"
+        said("repair", damaged, *options)
         life()
         assert outputs(damaged / "output") == undamaged, point
-        assert said("verify", damaged, "--full")[0] == 0, point
-        letters = (damaged / "checkpoints" / "00000" / "dead_letters.jsonl").read_text().splitlines()
-        assert sorted(json.loads(letter)["ordinal"] for letter in letters) == [1, 4], point
+        said("verify", damaged, "--full")
+        assert sorted(letter["ordinal"] for letter in letters(damaged)) == [1, 4], point
     effects = ("remove 00000", "remove 00000.txt", "rename commits.jsonl", "remove 00000_chunk_00000.jsonl")
     order = [points.index(effect) for effect in effects]
     assert order == sorted(order), "the marker first, then what names the commits, then the commits, then the rest"
@@ -593,7 +567,7 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
     damaged: Path, server: FakeServer, said: Said, power_loss: bool
 ) -> None:
     def life(folder: Path) -> None:
-        assert said("repair", folder)[0] == 0
+        said("repair", folder)
         runner(folder, server, skip_bad_requests=True).run(documents(7))
 
     torn = not power_loss
@@ -604,8 +578,7 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Said) -> None:
     remove(job)
     before = outputs(job)
-    code, text = said("repair", job, "--dry-run")
-    assert code == 0
+    text = said("repair", job, "--dry-run")
     assert text.splitlines()[0].startswith("rank 0, chunk 1: take back its commit")
     assert text.splitlines()[1] == "Nothing was done (--dry-run)."
     assert outputs(job) == before
@@ -626,32 +599,13 @@ def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
             patch.setattr(RequestCache, "remove", RequestCache.close)
         run(job, server)
     assert bool([*job.glob("checkpoints/00000/chunk_*")]) == (left == "journal")
-    assert said("verify", job)[0] == 3
+    said("verify", job, code=3)
     remove(job)
-    assert said("repair", job)[0] == 0
+    said("repair", job)
     run(job, server)
     assert not server.asked
     assert outputs(job / "output") == undamaged
-    assert said("verify", job, "--full")[0] == 0
-
-
-def test_a_rank_at_work_is_not_repaired(tmp_path: Path, server: FakeServer, said: Said) -> None:
-    seen: list[tuple[int, str]] = []
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        if document.id == "id 2":
-            while not (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists():
-                await asyncio.sleep(0.001)
-            chunk_file(tmp_path, 0).unlink()
-            seen.append(await asyncio.to_thread(said, "repair", tmp_path))
-        return True
-
-    with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
-        runner(tmp_path, server, rollout).run(documents(3))
-    code, text = seen[0]
-    assert code == 1
-    assert "error: This very process works on this rank already" in text
-    assert said("verify", tmp_path)[0] == 1
+    said("verify", job, "--full")
 
 
 def move_letters(job: Path) -> None:
@@ -678,16 +632,14 @@ def test_what_cannot_be_redone_is_left_alone(
     else:
         damage(job)
     before = outputs(job)
-    code, text = said("repair", job)
-    assert code == 1
-    assert says in text
+    assert says in said("repair", job, code=1)
     assert outputs(job) == before
 
 
 def test_settings_that_were_changed_meanwhile_are_said(job: Path, said: Said) -> None:
     edit_settings(job, 0, accepted_changes=[{"field": "model"}])
     remove(job)
-    _, text = said("repair", job, "--dry-run")
+    text = said("repair", job, "--dry-run")
     assert "rank 0: its settings were changed (accept_changes); the new ones will be used" in text
 
 
@@ -710,17 +662,16 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
     execute(tmp_path, server)
     undamaged = outputs(tmp_path / "output")
     chunk_file(tmp_path, 1).unlink()
-    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)[1]
+    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)
     execute(tmp_path, server)
-    assert said("verify", tmp_path)[0] == 3, "datatrove has skipped the rank, and that is seen"
-    code, text = said("repair", tmp_path, "--logging-dir", str(tmp_path / "logs"))
-    assert code == 0
+    said("verify", tmp_path, code=3)  # datatrove has skipped the rank, and that is seen
+    text = said("repair", tmp_path, "--logging-dir", tmp_path / "logs")
     marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
     assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
     assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
     execute(tmp_path, server)
     assert outputs(tmp_path / "output") == undamaged
-    assert said("verify", tmp_path, "--full")[0] == 0
+    said("verify", tmp_path, "--full")
 
 
 def test_output_on_a_remote_file_system_is_verified_and_repaired(
@@ -735,16 +686,14 @@ def test_output_on_a_remote_file_system_is_verified_and_repaired(
     life()
     path = "/verified/output/00000_00000.jsonl"
     undamaged = remote.cat_file(path)
-    assert said("verify", tmp_path, "--full")[0] == 0
+    said("verify", tmp_path, "--full")
     remote.pipe_file(path, undamaged.replace(b"answer", b"ANSWER"))
-    code, text = said("verify", tmp_path, "--full")
-    assert code == 1
-    assert "00000_00000.jsonl is altered" in text
-    assert said("repair", tmp_path, "--full")[0] == 0
+    assert "00000_00000.jsonl is altered" in said("verify", tmp_path, "--full", code=1)
+    said("repair", tmp_path, "--full")
     assert not remote.exists(path)
     life()
     assert remote.cat_file(path) == undamaged
-    assert said("verify", tmp_path, "--full")[0] == 0
+    said("verify", tmp_path, "--full")
     remote.rm("/verified", recursive=True)
 
 
@@ -759,24 +708,20 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
 ) -> None:
     with FakeServer() as mended:
         retry(job, mended)
-        code, text = said("verify", job, "--full")
-        assert code == 0
+        text = said("verify", job, "--full")
         assert (
             "2 ranks, 14 documents (10 written, 0 dropped, 4 dead letters, 4 of which were written by a retry)" in text
         )
         made = outputs(job / "output")
         retried = job / "output" / "00001_chunk_retry1_00000.jsonl"
         retried.unlink()
-        code, text = said("verify", job)
-        assert code == 1
+        text = said("verify", job, code=1)
         assert text.startswith("retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing.")
-        assert "retries    4 dead letters retried, 4 of them written" in said("status", job)[1]
-        code, text = said("repair", job)
-        assert code == 0
-        assert "Run the pipeline again to process these chunks, as a retry of dead letters." in text
+        assert "retries    4 dead letters retried, 4 of them written" in said("status", job)
+        assert "Run the pipeline again to process these chunks, as a retry of dead letters." in said("repair", job)
         retry(job, mended)
     assert outputs(job / "output") == made
-    assert said("verify", job, "--full")[0] == 0
+    said("verify", job, "--full")
 
 
 # names ---------------------------------------------------------------------------------------------------------------
@@ -796,31 +741,27 @@ def test_a_file_is_known_by_its_name(template: str, name: str, found: tuple[str,
     assert (match and (match["rank"], match["chunk_index"])) == found
 
 
-def test_a_yaml_file_of_another_run_is_not_called_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_yaml_file_of_another_run_is_not_called_right(here: Path, command: Command) -> None:
     with FakeServer() as server:
-        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 0
-    assert main(["verify", "job.yaml"]) == 0
-    capsys.readouterr()
-    for command in ("verify", "repair"):
-        assert main([command, "job.yaml", "--executor.tasks=5", "--pipeline.1.config.model_name_or_path=other"]) == 1
-        said = capsys.readouterr().out
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
+        command("run", "job.yaml")
+    command("verify", "job.yaml")
+    for name in ("verify", "repair"):
+        said = command(
+            name, "job.yaml", "--executor.tasks=5", "--pipeline.1.config.model_name_or_path=other", code=1
+        ).out
         assert "job.yaml is not the configuration of this run: tasks: 2 -> 5; model: " in said
         assert said.count(' -> "other"') == 1
-    assert main(["status", "job.yaml", "--executor.tasks=5"]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/checkpoints: 2 ranks (2 finished)")
+    printed = command("status", "job.yaml", "--executor.tasks=5").out
+    assert printed.startswith(f"{here}/checkpoints: 2 ranks (2 finished)")
 
 
 def test_a_yaml_file_with_a_secret_is_compared_without_showing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(here))
     secret = "sk-" + "a1B2" * 8
-    (tmp_path / "keyed_rollout.py").write_text(
+    (here / "keyed_rollout.py").write_text(
         "class Keyed:\n"
         "    def __init__(self, api_key, word='x'):\n        self.api_key, self.word = api_key, word\n"
         "    async def __call__(self, document, generate):\n"
@@ -829,12 +770,10 @@ def test_a_yaml_file_with_a_secret_is_compared_without_showing_it(
     with FakeServer() as server:
         rollout = f"{{class_path: keyed_rollout.Keyed, init_args: {{api_key: {secret}}}}}"
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, rollout=rollout)
-        write_job(tmp_path, text, ["a", "b"], ["c"])
-        assert main(["run", "job.yaml"]) == 0
-    assert main(["verify", "job.yaml"]) == 0
-    capsys.readouterr()
+        write_job(here, text, ["a", "b"], ["c"])
+        command("run", "job.yaml")
+    command("verify", "job.yaml")
     other = f"--pipeline.1.rollout_fn.init_args.api_key={secret[::-1]}"
-    main(["verify", "job.yaml", other])
-    said = capsys.readouterr()
-    assert secret not in said.out + said.err
-    assert secret[::-1] not in said.out + said.err
+    said = command("verify", "job.yaml", other, code=None)
+    assert secret not in said
+    assert secret[::-1] not in said

@@ -5,32 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Start
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 from tests.mirrors import Job
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
-
-Said = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    def call(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([*map(str, arguments)])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
-
-    return call
 
 
 @pytest.fixture
@@ -44,35 +30,31 @@ def mirrored(tmp_path: Path, server: FakeServer) -> Job:
 
 
 def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_again(
-    mirrored: Job, server: FakeServer, said: Said
+    mirrored: Job, server: FakeServer, command: Command
 ) -> None:
     expected = outputs(mirrored.folder / "output")
-    assert said("verify", mirrored.remote, "--full")[0] == 0
-    assert said("repair", mirrored.remote) == (0, "There is nothing to repair.\n")
+    command("verify", mirrored.remote, "--full")
+    assert command("repair", mirrored.remote) == "There is nothing to repair.\n"
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
-    code, text = said("verify", mirrored.remote)
-    assert code == 1
+    text = command("verify", mirrored.remote, code=1)
     assert text.startswith("rank 0, chunk 1: 00000_chunk_00001.jsonl is missing.")
     assert f"datatrove-ckpt repair {mirrored.remote}" in text
-    assert json.loads(said("verify", mirrored.remote, "--json")[1])["checkpoints"] == mirrored.remote
-    assert said("repair", mirrored.remote, "--dry-run")[0] == 0
-    assert said("verify", mirrored.remote)[0] == 1
-    code, text = said("repair", mirrored.remote)
-    assert (code, "datatrove-ckpt-" in text) == (0, False)  # no name of a temporary folder
+    assert json.loads(command("verify", mirrored.remote, "--json", code=1))["checkpoints"] == mirrored.remote
+    command("repair", mirrored.remote, "--dry-run")
+    command("verify", mirrored.remote, code=1)
+    text = command("repair", mirrored.remote)
+    assert "datatrove-ckpt-" not in text  # no name of a temporary folder
     assert text.startswith("rank 0, chunk 1: take back its commit, to have 3 documents processed again")
-    code, text = said("verify", mirrored.remote)
-    assert (code, text.splitlines()[0]) == (
-        3,
-        "rank 0: is not finished: the run is active, or must be run again.",
-    )
+    text = command("verify", mirrored.remote, code=3)
+    assert text.startswith("rank 0: is not finished: the run is active, or must be run again.\n")
     mirrored.run(server)
     assert set(server.asked) == {f"text {n}{end}" for n in (3, 4, 5) for end in ("", " again")}
     assert outputs(mirrored.folder / "output") == expected
-    assert said("verify", mirrored.remote, "--full")[0] == 0
+    command("verify", mirrored.remote, "--full")
 
 
 @pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> None:
+def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, command: Command, server: FakeServer) -> None:
     job, asked = Job(tmp_path), itertools.count(1)
 
     def until_committed() -> None:
@@ -83,33 +65,32 @@ def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, said: Said) -> Non
     job.run_until("text 4 again", until_committed)
     job.lose_the_node()
     (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
-    assert said("repair", job.remote)[0] == 0
-    with FakeServer() as server:
-        job.run(server)
-        assert set(server.asked) == {
-            *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
-            "text 4 again",
-            "text 5",
-            "text 5 again",
-        }
+    command("repair", job.remote)
+    job.run(server)
+    assert set(server.asked) == {
+        *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
+        "text 4 again",
+        "text 5",
+        "text 5 again",
+    }
 
 
 @pytest.mark.slow
 def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
-    tmp_path: Path, server: FakeServer, said: Said
+    tmp_path: Path, server: FakeServer, command: Command
 ) -> None:
     job = Job(tmp_path)
     job.run(server)
     expected = outputs(tmp_path / "output")
     server.asked.clear()
     (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
-    assert said("repair", job.remote)[0] == 0
+    command("repair", job.remote)
     job.run(server)
     assert set(server.asked) == {f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")}
     assert outputs(tmp_path / "output") == expected
 
 
-def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, said: Said) -> None:
+def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, command: Command) -> None:
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     versions = Versions(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
@@ -118,37 +99,29 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, sai
     parts = [versions.put_object(f"{newest.nonce}-999999", line)]
     running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)
     versions.write_manifest(Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z")
-    code, text = said("repair", mirrored.remote)
-    assert code == 1
-    assert "error: rank 0: pid 42 on node7 works on this rank" in text
-    assert said("verify", mirrored.remote)[0] == 1  # as it was
+    assert "error: rank 0: pid 42 on node7 works on this rank" in command("repair", mirrored.remote, code=1)
+    command("verify", mirrored.remote, code=1)  # as it was
 
 
 def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
-    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path)
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, "0123456789abcdef0123456789abcdef")
     job.run(server)
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    assert said("verify", job.remote)[0] == 0
-    code, text = said("repair", job.remote)
-    assert code == 2
-    assert f"{MIRROR_KEY_VARIABLE} is not set" in text
+    command("verify", job.remote)
+    assert f"{MIRROR_KEY_VARIABLE} is not set" in command("repair", job.remote, code=2)
 
 
-def test_the_yaml_file_of_a_run_is_enough_to_repair_it(
-    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
-    assert main(["run", "job.yaml"]) == 0
-    expected = outputs(tmp_path / "output")
-    assert said("verify", "job.yaml")[0] == 0
+def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here: Path, server: FakeServer, command: Command) -> None:
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    command("run", "job.yaml")
+    expected = outputs(here / "output")
+    command("verify", "job.yaml")
     Path("output/00000_00000.jsonl").unlink()
-    code, text = said("repair", "job.yaml")
-    assert code == 0
+    text = command("repair", "job.yaml")
     assert "remove logs/completions/00000, so that the executor runs it again" in text
     assert text.endswith("Done. Run the pipeline again to process these chunks.\n")
-    assert main(["run", "job.yaml"]) == 0
-    assert outputs(tmp_path / "output") == expected
+    command("run", "job.yaml")
+    assert outputs(here / "output") == expected

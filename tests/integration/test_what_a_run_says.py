@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
@@ -20,6 +19,7 @@ from datatrove_ckpt.inference.servers import endpoint
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers
 from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
 from tests.jobs import ask, config, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -90,19 +90,17 @@ def test_a_script_shows_our_error_first_and_then_little_more(
 
 
 def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
-    tmp_path: Path, server: FakeServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
-    write_job(tmp_path, text, ["text"])
+    write_job(here, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
-    (tmp_path / "raises_in_line_3.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["run", "job.yaml"]) == 1
-    said = capfd.readouterr().err
+    (here / "raises_in_line_3.py").write_text(code)
+    monkeypatch.syspath_prepend(here)
+    said = command("run", "job.yaml", code=1).err
     error = said[said.rindex("error: ") :].splitlines()
     assert "no attribute 'strip', in raises_in_line_3.py, line 3 (ask). " in error[0]
-    log = tmp_path / "logs" / "logs" / "task_00000.log"
+    log = here / "logs" / "logs" / "task_00000.log"
     assert error[1:] == [f"The traceback is in the log of task 0: {log}"]
     assert "Traceback" in log.read_text()
     assert "Traceback" not in said
@@ -130,10 +128,7 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
     assert "An endpoint answers, after " in log[1]
 
 
-def test_the_end_says_what_was_checked_skipped_and_sent_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_end_says_what_was_checked_skipped_and_sent_again(here: Path, command: Command) -> None:
     down: list[bool] = [True]
 
     def status(payload: dict[str, Any], times: int) -> int | None:
@@ -142,17 +137,16 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(
         return None
 
     with FakeServer(status=status) as server:
-        write_job(tmp_path, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)])
-        with (tmp_path / "input" / "0.jsonl").open("a") as file:
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)])
+        with (here / "input" / "0.jsonl").open("a") as file:
             file.write("\nno JSON\n")
-        assert main(["run", "job.yaml"]) == 1
+        command("run", "job.yaml", code=1)
         down.clear()
-        assert main(["run", "job.yaml", "--pipeline.1.retry_errors=true"]) == 0
-    said = capfd.readouterr().out
+        said = command("run", "job.yaml", "--pipeline.1.retry_errors=true").out
     assert "Skipped: 1 damaged line. In 2 attempts of 1 task, at least " in said
     assert (
         " requests were sent, 1 of them again. Checked: 1 output file by name and size and 1 input file by size" in said
     )
     assert "none is gone or changed. To check the files: " in said
-    stats = json.loads((tmp_path / "logs" / "stats.json").read_text())[1]["stats"]
+    stats = json.loads((here / "logs" / "stats.json").read_text())[1]["stats"]
     assert stats["skipped_damaged_lines"]["total"] == 1

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,8 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, documents, ids, letters, runner
+from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
+from tests.patience import until
 
 
 def all_of(number: int) -> list[str]:
@@ -93,10 +93,9 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Pat
 def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
     tmp_path: Path, rollout: Any
 ) -> None:
-    status = lambda payload, times: 500 if payload["messages"][-1]["content"] == "text 1" else None  # noqa: E731
     config = {"max_concurrent_generations": 4, "request_max_attempts": 2, "server_patience_seconds": 0.3}
     failed = pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it")
-    with FakeServer(status=status, delay=lambda payload, times: 0.03) as server, failed:
+    with FakeServer(status=rejects(["text 1"], 500), delay=lambda payload, times: 0.03) as server, failed:
         runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(documents(400))
     assert letters(tmp_path) == []
     assert "id 1" not in ids(tmp_path)
@@ -104,19 +103,16 @@ def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_n
 
 def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
     with FakeServer(status=lambda payload, times: 503) as server:
-        step = runner(tmp_path, server, config={"server_patience_seconds": 600.0})
+        step = runner(tmp_path, server, config={"server_patience_seconds": 3600.0})
 
         def interrupt() -> None:
-            while sum(server.asked.values()) < 6:
-                time.sleep(0.01)
+            until(lambda: server.asked.total() >= 6)
             os.kill(os.getpid(), signal.SIGINT)
 
         timer = threading.Thread(target=interrupt)
         timer.start()
-        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            step.run(documents(4))
-        assert time.monotonic() - started < 200
+            step.run(documents(4))  # sooner than a test may take
         timer.join()
 
 
@@ -132,8 +128,7 @@ TOO_LONG = [
 def test_a_prompt_that_is_too_long_names_the_ways_out(
     tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = lambda payload, times: 400  # noqa: E731
-    with FakeServer(status=status) as server:
+    with FakeServer(status=lambda payload, times: 400) as server:
         server.error = body
         with pytest.raises(DocumentFailed) as stopped:
             runner(tmp_path, server).run(documents(1))

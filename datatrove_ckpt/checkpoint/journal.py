@@ -113,25 +113,32 @@ class Finished:
 
     @classmethod
     def from_body(cls, body: bytes) -> Finished:
-        head, _, document = body.partition(_DOCUMENT)
-        """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
-        data = orjson.loads(head + b"}")
-        numbers = [data[name] for name in ("ordinal", "requests", "prompt_tokens", "completion_tokens")]
-        ends = tuple(data.get("ends", (0, 0, 0)))
-        found = (*numbers, *ends)
-        if {*map(type, found)} != {int} or min(found) < 0 or len(ends) != 3 or data["outcome"] not in _OUTCOMES:
+        """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see ``check``, too."""
+        at = body.index(_DOCUMENT)
+        data = orjson.loads(body[:at] + b"}")
+        work, seconds = data.get("work"), data.get("seconds")
+        return cls(
+            data["ordinal"],
+            data["outcome"],
+            data["input"],
+            body[at + len(_DOCUMENT) : -1],
+            data["requests"],
+            data["prompt_tokens"],
+            data["completion_tokens"],
+            None if work is None else Work(*work),
+            None if seconds is None else Seconds.from_json(seconds),
+            tuple(data.get("ends", (0, 0, 0))),
+        )
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError if a line that is whole holds something else: another version wrote it."""
+        numbers = (self.ordinal, *self.numbers)
+        if not all(is_count(number) for number in numbers) or len(self.ends) != 3 or self.outcome not in _OUTCOMES:
             raise ValueError("a number or the outcome is damaged")
-        if not isinstance(data["input"], str) or not document.endswith(b"}"):
+        if not isinstance(self.fingerprint, str) or not self.document.endswith((b"}", b"null")):
             raise ValueError("the document is damaged")
-        work = seconds = None
-        if "work" in data:
-            work = Work(*data["work"])
-            work.check()
-        if "seconds" in data:
-            seconds = Seconds.from_json(data["seconds"])
-        ordinal, requests, prompt_tokens, completion_tokens = numbers
-        fields = ordinal, data["outcome"], data["input"], document[:-1]
-        return cls(*fields, requests, prompt_tokens, completion_tokens, work, seconds, ends)
+        if self.work is not None:
+            self.work.check()
 
 
 def read_finished(
@@ -151,6 +158,7 @@ def read_finished(
     for line in read_lines(path, JOURNAL_ADVICE):
         try:
             finished = Finished.from_body(line.body)
+            finished.check()
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 f"{path}, at byte {line.offset}: the line holds no finished document of this version of the program "

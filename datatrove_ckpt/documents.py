@@ -20,7 +20,6 @@ import pathlib
 import re
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -83,13 +82,14 @@ def encode_finished(document: Document, key: str) -> bytes:
     """
     text, results = document.text, document.metadata[key]
     if text and document.id and document.media == [] and {*map(type, results)} == _ONLY_RESULTS:
-        encoder = _ResultEncoder()
-        fields = {"text": text, "id": document.id, "metadata": document.metadata, _RESULTS: key}
-        with suppress(orjson.JSONEncodeError, TypeError):
-            data, at = orjson.dumps(fields, default=encoder.write, option=_OPTIONS), len(text)
-            is_exact = data.count(b"null", at) == encoder.nulls or not _has_nan(fields)
-            if encoder.written == len(results) and is_exact and data.find(_TAG_BYTES, at) < 0:
-                return trim(data)
+        metadata = {**document.metadata, key: [_fields(result) for result in results]}
+        fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
+        try:
+            data, at = orjson.dumps(fields, option=_OPTIONS), len(text)
+        except (orjson.JSONEncodeError, TypeError):
+            return encode(document)
+        if data.find(_TAG_BYTES, at) < 0 and (data.find(b"null", at) < 0 or not _has_nan(metadata)):
+            return trim(data)
     return encode(document)
 
 
@@ -298,24 +298,6 @@ class _Encoder:
             return self._other(value)
         self.wrapped += 1
         return wrapped
-
-
-class _ResultEncoder:
-    """orjson's ``default`` hook for InferenceResults only, which counts them, and the nulls that it knows of."""
-
-    __slots__ = ("nulls", "written")
-
-    def __init__(self) -> None:
-        self.written = self.nulls = 0
-
-    def write(self, value: Any) -> object:  # Any: of orjson
-        if type(value) is not InferenceResult:
-            raise NoForm
-        fields = _fields(value)
-        self.written += 1
-        usage = value.usage
-        self.nulls += [*fields.values(), *(usage.values() if type(usage) is dict else ())].count(None)
-        return fields
 
 
 def _refuse(value: object) -> NoReturn:

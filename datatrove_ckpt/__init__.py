@@ -47,8 +47,9 @@ __all__ = [
 ]
 __version__ = "0.2.0.dev0"
 
-# numpy, which datatrove imports, starts a thread for each core, and each would spin for 0.1 s before it sleeps.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1 s)
+# before it sleeps.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 
 
 def __getattr__(name: str) -> object:

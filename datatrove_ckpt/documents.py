@@ -15,6 +15,7 @@ import datetime
 import decimal
 import enum
 import functools
+import importlib
 import math
 import pathlib
 import re
@@ -36,12 +37,12 @@ _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
+_NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
 _RESULTS_END = b'"}'  # where others end with their metadata, so with two braces
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
-_NEVER_NAN = frozenset({str, int, bool, type(None)})
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
@@ -81,12 +82,13 @@ def encode_finished(document: Document, key: str) -> bytes:
     plain objects, and a last field, "$results", names the key.
     """
     text, results = document.text, document.metadata[key]
-    if text and document.id and document.media == [] and {*map(type, results)} == _ONLY_RESULTS:
+    strings = isinstance(text, str) and isinstance(document.id, str) and isinstance(document.metadata, dict)
+    if strings and text and document.id and document.media == [] and {*map(type, results)} == {InferenceResult}:
         metadata = {**document.metadata, key: [_fields(result) for result in results]}
         fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
         try:
             data, at = orjson.dumps(fields, option=_OPTIONS), len(text)
-        except (orjson.JSONEncodeError, TypeError):
+        except TypeError:  # orjson's, too
             return encode(document)
         if data.find(_TAG_BYTES, at) < 0 and (data.find(b"null", at) < 0 or not _has_nan(metadata)):
             return trim(data)
@@ -167,8 +169,11 @@ def _has_nan(value: object) -> bool:
         value = value.values()
     elif not isinstance(value, list | tuple | set | frozenset):
         return False
-    for item in value:  # noqa: SIM110 - a generator takes longer
-        if type(item) not in _NEVER_NAN and _has_nan(item):
+    for item in value:
+        if type(item) is float:
+            if item - item != 0:
+                return True
+        elif type(item) not in _NEVER_NAN and _has_nan(item):
             return True
     return False
 
@@ -196,7 +201,7 @@ def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Docume
     key = fields.pop(_RESULTS, None)
     if key is not None:
         fields["metadata"][key] = [readers["result"](result) for result in fields["metadata"][key]]
-    else:
+    elif data.find(_TAG_BYTES, _after_text(fields.get("text"))) >= 0:
         fields = _unwrap(fields, readers)
     if fields.get("media"):
         fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
@@ -270,13 +275,13 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("frozenset", frozenset, _elements, frozenset),
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
-_ONLY_RESULTS = {InferenceResult}
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
 _READERS["dict"] = lambda value: dict(value)
 _READERS["float"] = float
 _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
 _READERS["int"] = int
+_READERS["timestamp"] = lambda value: importlib.import_module("pandas").Timestamp(value)
 _PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
 
 
@@ -309,8 +314,12 @@ def _refuse(value: object) -> NoReturn:
 
 def as_plain(value: object) -> object:
     """The value as a JSON type that is as good: for enums, paths, subclasses of plain types, other dataclasses."""
+    if type(value) in _PLAIN_TYPES:  # first: True is an int, too
+        return value
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, np.str_) and not value:  # numpy has no array of it
+        return ""
     if isinstance(value, np.generic | np.ndarray | InferenceResult | Media):
         return value
     if isinstance(value, datetime.datetime) and value != value:
@@ -318,7 +327,7 @@ def as_plain(value: object) -> object:
     if isinstance(value, pathlib.PurePath | uuid.UUID):
         return str(value)  # orjson writes a UUID in the same way
     for base in _PLAIN_TYPES:
-        if isinstance(value, base) and type(value) is not base:
+        if isinstance(value, base):
             return base(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _fields(value)
@@ -327,6 +336,8 @@ def as_plain(value: object) -> object:
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:
     """None: the value has no form here."""
+    if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):  # only pandas knows them
+        return {TAG: ["timestamp", value.isoformat()]}
     for name, kind, write, _ in _TYPES:
         if isinstance(value, kind):
             try:

@@ -31,9 +31,9 @@ from datatrove_ckpt.process.timed_queue import get_within
 MAX_BACKLOG_BYTES = 64 * 2**20
 # Memory of an item besides its JSON, in bytes: a few objects (measured).
 _ITEM_BYTES = 500
-# One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
+# One group's transaction stays short enough that a lookup queued behind it is answered soon.
 MAX_GROUP = 2000
-# After a group of so many items, the thread waits so many seconds. Few rollouts are so short that this delays anything.
+# After so many answers and documents, the thread waits so many seconds. A run with lookups, or at its end, has others.
 _LARGE_GROUP = 64
 _PAUSE_SECONDS = 0.05
 
@@ -63,7 +63,7 @@ class StorageThread:
         # Two counters, each written by one thread only, instead of one that would need a lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
-        self._is_loaded = False  # the last group was large
+        self._is_loaded = False  # the last group was large, and nobody waited for any of it
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt storage", daemon=True)
 
     def start(self) -> None:
@@ -161,11 +161,11 @@ class StorageThread:
         items = []
         with suppress(queue.Empty):
             items.append(get_within(self._queue, self._files.seconds_to_sync))
-            if self._is_loaded and isinstance(items[0], tuple):  # nobody waits for it
+            if self._is_loaded:
                 time.sleep(_PAUSE_SECONDS)
             while len(items) < MAX_GROUP:
                 items.append(self._queue.get_nowait())
-        self._is_loaded = len(items) >= _LARGE_GROUP
+        self._is_loaded = len(items) >= _LARGE_GROUP and all(isinstance(item, tuple) for item in items)
         return items
 
     def _write(

@@ -16,9 +16,9 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 
 from datatrove_ckpt.documents import decode, decode_plain, field_names, line_of
-from datatrove_ckpt.output.names import fields_of_documents
 
 _DEFAULT = DiskWriter._default_adapter
+_WRITE_LINE = JsonlWriter._write
 _NAMES = field_names(Document)
 
 
@@ -53,10 +53,8 @@ def write_for(writer: DiskWriter, decode: Callable[[bytes], Document], **fields:
 
     if not _is(writer.write, DiskWriter.write) or writer.max_file_size > 0:
         return lambda data: writer.write(decode(data), **fields)
-    one_name = type(writer)._get_output_filename is DiskWriter._get_output_filename
-    if not (one_name and _is(put, JsonlWriter._write) and _is(adapt, _plain_adapter)) or writer.expand_metadata:
-        return write
-    if fields_of_documents(writer.output_filename):
+    one_name = getattr(fill, "one_name", False)
+    if not (one_name and _is(put, _WRITE_LINE) and _is(adapt, _plain_adapter)) or writer.expand_metadata:
         return write
     name = fill(Document("", ""), **fields)
     return write_line

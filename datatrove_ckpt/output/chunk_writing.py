@@ -195,7 +195,7 @@ class _Decoded:
 
     def __init__(self, documents: Iterable[Finished], decode: Callable[[bytes], Document]) -> None:
         self._documents = documents
-        self._decode: Callable[[bytes], Document] = decode
+        self._decode = decode
 
     def __iter__(self) -> Iterator[tuple[int, Document]]:
         for finished in self._documents:

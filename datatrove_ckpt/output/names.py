@@ -81,16 +81,16 @@ class FileNames:
 
         known: dict[tuple[object, ...], str] = {}
         # Where nothing of a document is in its name, all documents of a chunk have one.
-        is_same = not self.fields and getattr(self._fill, "__func__", None) is DiskWriter._get_output_filename
+        one_name = not self.fields and getattr(self._fill, "__func__", None) is DiskWriter._get_output_filename
 
         def fill(document: Document, rank: int | str = 0, **fields: Any) -> str:  # Any: as in datatrove
-            if not is_same:
+            if not one_name:
                 return self._checked(document, rank, **fields)
             if (name := known.get(key := (rank, *fields.items()))) is None:
                 name = known[key] = self._checked(document, rank, **fields)
             return name
 
-        fill.original = self._fill  # type: ignore[attr-defined]
+        fill.original, fill.one_name = self._fill, one_name  # type: ignore[attr-defined]
         writer._get_output_filename = fill
 
     def _checked(self, document: Document, rank: int | str, **fields: Any) -> str:

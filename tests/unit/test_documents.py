@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
@@ -82,6 +83,14 @@ def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
 def test_what_json_would_turn_into_null_is_kept(value: object) -> None:
     back = through({"x": [value, None]})["x"]
     assert repr(back) == repr([value, None])
+
+
+def test_a_value_is_the_same_beside_one_that_json_cannot_say() -> None:
+    """True was 1 there; nanoseconds and an empty text of numpy were lost anywhere."""
+    time = pd.Timestamp("2020-01-01T00:00:00.123456789+02:00")
+    values = [True, False, 1, "x", time, np.str_("")]
+    for beside in (None, math.nan, 2**70, {1: 2}, {"$py": 1}):
+        assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
 def test_what_json_can_say_as_well_becomes_that() -> None:
@@ -202,6 +211,8 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, me
     "a date": ("t", "i", USUAL, {"date": NOW}, []),
     "a large number": ("t", "i", USUAL, {"n": 2**70}, []),
     "no text": ("", "i", USUAL, {}, []),
+    "an id that is a number": ("t", 1, USUAL, {}, []),
+    "a boolean beside NaN": ("t", "i", USUAL, {"n": [True, math.nan]}, []),
     "no id": ("t", "", USUAL, {}, []),
     "media": ("t", "i", USUAL, {}, [Media("m", 0, "u")]),
 }

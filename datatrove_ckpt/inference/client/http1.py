@@ -42,7 +42,7 @@ _SILENT = (
     rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
 )
 _USUAL_HEAD = re.compile(
-    rb"HTTP/1\.1 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n" % (_SILENT, _SILENT),
+    rb"(?-i:HTTP/1\.1) 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n" % (_SILENT, _SILENT),
     re.IGNORECASE,
 )
 

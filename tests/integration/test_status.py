@@ -157,7 +157,9 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
 
 
-def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said) -> None:
+def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
+    tmp_path: Path, said: Said
+) -> None:
     then = time.time() - 30 * MIN
     for rank in range(30):
         if rank != 25:
@@ -165,13 +167,9 @@ def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said
     text = said(tmp_path)
     assert text.count(" ago on node7: E: ") == 20
     assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
-
-
-def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> None:
-    then = time.time() - 30 * MIN
     for rank in (3, 5, 6, 7):
-        write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, "E: x")])
-    text = said(tmp_path)
+        write_rank(tmp_path / "same", rank, [start(then), minute(then, 0), failed(then, "E: x")])
+    text = said(tmp_path / "same")
     assert "  ranks 3, 5-7: failed: " in text
     assert text.count(" ago on node7: E: x\n") == 1
 

@@ -13,7 +13,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.checkpoint.versions import FORMAT
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
@@ -57,13 +57,22 @@ def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(job: Job, fo
 
 
 @pytest.mark.slow
-def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(job: Job, fork: Fork) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(job: Job, fork: Fork, finished: bool) -> None:
     job.stop_in_the_middle(4, some(job, 4))
     job.reshard(4, 2)
     new = elsewhere(job)
     assert "reshard ... --tasks 4), then fork it" in fork(job.folder, new.folder, code=2).err
-    job.stop_in_the_middle(2, some(job, 5))
+    if finished:
+        job.finish(2)
+        with pytest.raises(ConfigError, match="nothing is left to deal out"):
+            job.reshard(2, 2)
+    else:
+        job.stop_in_the_middle(2, some(job, 5))
     job.reshard(2, 4)
+    if finished:
+        job.finish(4)
+        assert not job.server.asked
     fork(job.folder, new.folder)
     new.finish(4)
 

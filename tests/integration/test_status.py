@@ -27,7 +27,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.jobs import documents, runner
 from tests.mirrors import Killed
-from tests.ptys import Terminal
+from tests.ptys import Terminal, on_terminal
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 
 Said = Callable[..., Printed]
@@ -234,17 +234,9 @@ AHEAD = 3600.0
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """``status --watch`` in a terminal of 110 columns and 24 lines."""
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-    with Terminal(110, 24) as terminal:
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
-        process = subprocess.Popen(command, env=environment, cwd=folder, **streams)
-        try:
-            yield terminal, process
-        finally:
-            process.kill()
-            process.wait()
+    words = ("status", "checkpoints", "--watch", "--interval", "0.05")
+    with Terminal(110, 24) as terminal, on_terminal(terminal, folder, *words) as process:
+        yield terminal, process
 
 
 def write_minutes(folder: Path, now: float, number: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import select
+import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -88,3 +90,26 @@ class Terminal:
     def cursor(self) -> tuple[int, int]:
         """Column and line."""
         return self._screen.cursor.x, self._screen.cursor.y
+
+
+# A program's terminal sends it signals only if it leads the session of that terminal.
+_WITH_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@contextmanager
+def on_terminal(terminal: Terminal, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``datatrove-ckpt WORDS`` in this folder, whose terminal it is."""
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "default"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
+    argv = [sys.executable, "-c", _WITH_TERMINAL, sys.executable, "-m", "datatrove_ckpt", *words]
+    process = subprocess.Popen(argv, cwd=folder, start_new_session=True, env=environment, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -42,14 +42,27 @@ def job_yaml(config: str, tasks: int = 1, data: str = "input", output: str = "ou
 
 
 def write_job(folder: Path, text: str, *files: Iterable[str]) -> None:
-    """Writes job.yaml, and input/0.jsonl, 1.jsonl, ... with these texts, whose ids count on from file to file."""
+    """Writes job.yaml, and the files of its input."""
     (folder / "job.yaml").write_text(text)
-    (folder / "input").mkdir()
+    write_input(folder, *files)
+
+
+def write_input(folder: Path, *files: Iterable[str]) -> None:
+    """Writes input/0.jsonl, 1.jsonl, ... with these texts, whose ids count on from file to file."""
+    (folder / "input").mkdir(parents=True)
     number = 0
     for index, texts in enumerate(files):
         rows = [json.dumps({"id": f"id {n}", "text": text}) for n, text in enumerate(texts, number)]
         (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows))
         number += len(rows)
+
+
+def write_tasks(folder: Path, tasks: int, documents: int) -> None:
+    """Writes input/0.jsonl, 1.jsonl, ... of so many documents each; ids and texts name task and document."""
+    (folder / "input").mkdir(parents=True, exist_ok=True)
+    for task in range(tasks):
+        rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(documents)]
+        (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def doctor_lines(said: str) -> dict[str, str]:

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.ptys import Terminal
+from tests.ptys import Terminal, on_terminal
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 COLUMNS = 160
-
-
-@contextmanager
-def command(folder: Path, terminal: Terminal, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``datatrove-ckpt run job.yaml``, whose terminal it is."""
-    argv = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml", *arguments]
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONWARNINGS": "default"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _WITH_TERMINAL, *argv],
-        cwd=folder,
-        stdin=terminal.slave,
-        stdout=terminal.slave,
-        stderr=terminal.slave,
-        start_new_session=True,
-        env=environment,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-# A program's terminal sends it signals only if it leads the session of that terminal.
-_WITH_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 
 
 def has_bar(lines: list[str]) -> bool:
@@ -61,7 +27,7 @@ def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
 def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path) -> None:
     with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
         write(tmp_path, server)
-        with command(tmp_path, terminal, "--executor.workers=2") as process:
+        with on_terminal(terminal, tmp_path, "run", "job.yaml", "--executor.workers=2") as process:
             lines = terminal.until(
                 lambda lines: has_bar(lines) and len(server.payloads) >= 8 and " 7 docs, " in f" {lines[-1]}"
             )

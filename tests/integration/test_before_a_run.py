@@ -100,9 +100,6 @@ def test_it_prints_json_and_takes_overrides(job: Path, command: Command) -> None
         ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none: a run"),
         ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
          "problem: model_name_or_path: there is no file no.gguf"),
-        ("--pipeline.1.config={server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, "
-         "api_key_env: NO_SUCH_KEY}", "server, ready",
-         "problem: api_key_env: the environment variable NO_SUCH_KEY is not set."),
     ],
 )  # fmt: skip
 def test_what_would_fail_is_named_with_what_to_do(

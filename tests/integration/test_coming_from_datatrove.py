@@ -22,7 +22,6 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
 from datatrove_ckpt.config.inference_config import ServerType
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.servers.engines import sglang_command
 from datatrove_ckpt.redaction import Key
@@ -185,18 +184,6 @@ def test_the_dummy_answers_completions(tmp_path: Path) -> None:
     InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(1))
     (line,) = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
     assert "dummy text" in json.loads(line)["metadata"]["rollout_results"][0]["text"]
-
-
-def test_a_secret_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_kwargs: 'hf-token' is a secret"):
-        InferenceConfig("vllm", "m", model_kwargs={"hf-token": "hf_xyz"})
-
-
-def test_an_answer_as_long_as_the_context_is_refused() -> None:
-    limits = {"max_tokens": 8192}
-    with pytest.raises(ConfigError, match="leave no room for a prompt"):
-        InferenceConfig("vllm", "m", default_generation_params=limits)
-    InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", default_generation_params=limits)
 
 
 def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import runner
+from tests.yaml_jobs import write_tasks
 
 
 class Step(PipelineStep):  # type: ignore[misc]  # datatrove has no types
@@ -159,13 +160,6 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path: Path) -> None:
     assert isinstance(ours, DatatroveExecutor)
 
 
-def write_inputs(folder: Path, tasks: int) -> None:
-    (folder / "input").mkdir(parents=True)
-    for task in range(tasks):
-        rows = [{"id": f"{task} {row}", "text": f"text {task} {row}"} for row in range(5)]
-        (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> LocalPipelineExecutor:
     step = runner(folder, server, **settings)
     return LocalPipelineExecutor(
@@ -179,14 +173,14 @@ def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> Loca
 
 def test_several_workers_write_what_one_writes(tmp_path: Path, server: FakeServer) -> None:
     for workers in (1, 3):
-        write_inputs(tmp_path / str(workers), 3)
+        write_tasks(tmp_path / str(workers), 3, 5)
         job(tmp_path / str(workers), server, workers).run()
     assert set(server.asked.values()) == {2}
     assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
 
 
 def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_inputs(tmp_path, 3)
+    write_tasks(tmp_path, 3, 5)
     reads: list[str] = []
     scan, refused = commits.scan_lines, [True]
 
@@ -211,7 +205,7 @@ def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """As in a batch script of Slurm that runs a program with this executor."""
-    write_inputs(tmp_path, 3)
+    write_tasks(tmp_path, 3, 5)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3.0))  # half of a short time is for work
     said = "Stopped by the end of the job's time limit. Run the same command again to resume."
     with FakeServer(hold_after=4) as server:
@@ -291,7 +285,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three programs with workers
 def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
-    write_inputs(tmp_path, 3)
+    write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
     with FakeServer() as server:
@@ -305,7 +299,7 @@ def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
-    write_inputs(tmp_path, 3)
+    write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
     with FakeServer() as server:

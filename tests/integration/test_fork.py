@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
-from tests.commands import Command
+from tests.commands import Command, Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import documents, writer
 from tests.make_release import run
@@ -33,6 +33,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 from .test_releases import NEWEST, VERSIONS, kept, restored
 
 DOCUMENTS = 7
+Fork = Callable[..., Printed]
 
 
 def number_of_commits(path: str) -> int:
@@ -93,8 +94,10 @@ def old(tmp_path: Path, server: FakeServer) -> Path:
     return folder
 
 
-def fork(old: Path, new: Path, *more: str) -> int:
-    return main(["fork", str(old / "checkpoints"), str(new / "checkpoints"), *more])
+@pytest.fixture
+def fork(command: Command) -> Fork:
+    """Forks the checkpoints of a job into another folder."""
+    return lambda old, new, *more, code=0: command("fork", old / "checkpoints", new / "checkpoints", *more, code=code)
 
 
 def first_requests(server: FakeServer) -> set[str]:
@@ -105,12 +108,11 @@ def first_requests(server: FakeServer) -> set[str]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
 def test_only_answers_to_equal_payloads_are_not_asked_again(
-    per_chunk: int, old: Path, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    per_chunk: int, old: Path, tmp_path: Path, server: FakeServer, fork: Fork
 ) -> None:
     new, fresh = tmp_path / "new", tmp_path / "fresh"
     before = kept(old)
-    assert fork(old, new) == 0
-    said = capsys.readouterr().out
+    said = fork(old, new).out
     assert "1 task, 5 finished documents\n" in said
     assert "input: 3 positions in it kept" in said
     assert "answers: 3 of 2 documents kept." in said
@@ -130,7 +132,7 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(
 @pytest.mark.matrix
 @pytest.mark.parametrize("finished", [True, False])
 def test_with_keep_answers_committed_documents_are_not_asked_again_either(
-    finished: bool, tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    finished: bool, tmp_path: Path, server: FakeServer, fork: Fork
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     commits = old / "checkpoints" / "00000" / "commits.jsonl"
@@ -145,15 +147,13 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     # A kill between the two steps of dropping a chunk leaves its answers twice; a power loss leaves parts of lines.
     kept_answers.write_bytes(kept_answers.read_bytes() * 2 + b'{"xxh":"00')
     server.asked.clear()
-    assert fork(old, new) == 0
     answers = 2 * DOCUMENTS if finished else 11
-    assert f"answers: {answers} of {DOCUMENTS if finished else 6} documents kept." in capsys.readouterr().out
+    assert f"answers: {answers} of {DOCUMENTS if finished else 6} documents kept." in fork(old, new).out
     start(new, server, TwoSteps("Longer"))
     assert first_requests(server) == (set() if finished else {"6"})
     assert sum(server.asked.values()) == DOCUMENTS + (not finished)
     assert not (new / "checkpoints" / "00000" / "answers.jsonl").exists()
-    assert fork(old, tmp_path / "none", "--no-answers") == 0
-    assert "answers: none is kept (--no-answers)" in capsys.readouterr().out
+    assert "answers: none is kept (--no-answers)" in fork(old, tmp_path / "none", "--no-answers").out
 
 
 @pytest.mark.usefixtures("code_described_once")
@@ -179,8 +179,8 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
     )
 
 
-def test_the_old_run_goes_on_beside_its_fork(old: Path, tmp_path: Path, server: FakeServer) -> None:
-    assert fork(old, tmp_path / "new") == 0
+def test_the_old_run_goes_on_beside_its_fork(old: Path, tmp_path: Path, server: FakeServer, fork: Fork) -> None:
+    fork(old, tmp_path / "new")
     start(tmp_path / "new", server, TwoSteps("Longer"))
     server.asked.clear()
     start(old, server, TwoSteps("Shorter"), accept_changes=True)
@@ -188,9 +188,9 @@ def test_the_old_run_goes_on_beside_its_fork(old: Path, tmp_path: Path, server: 
     assert verify(old / "checkpoints", full=True).problems == []
 
 
-def test_a_fork_resumes_like_any_run(old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_a_fork_resumes_like_any_run(old: Path, tmp_path: Path, server: FakeServer, fork: Fork) -> None:
     new = tmp_path / "new"
-    assert fork(old, new) == 0
+    fork(old, new)
     with pytest.raises(DocumentFailed):
         start(new, server, TwoSteps("Longer", "id 5", new / "checkpoints" / "00000" / "commits.jsonl"))
     with pytest.raises(CheckpointMismatch, match="rollout_fn"):  # from its first start on, it is one run
@@ -204,9 +204,9 @@ def test_a_fork_resumes_like_any_run(old: Path, tmp_path: Path, server: FakeServ
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("changed", ["id 1", "id 3", "id 4"])
-def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, server: FakeServer, fork: Fork) -> None:
     new = tmp_path / "new"
-    assert fork(old, new) == 0
+    fork(old, new)
     with pytest.raises(CheckpointMismatch) as refused:
         start(new, server, TwoSteps("Longer"), changed=changed)
     assert f"The input is not that of {old}/checkpoints, from which" in str(refused.value)
@@ -216,9 +216,11 @@ def test_another_input_is_refused(changed: str, old: Path, tmp_path: Path, serve
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "said"), [(8, "7 documents, and this one has more"), (6, "7 documents, not 6")])
-def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path: Path, server: FakeServer) -> None:
+def test_an_input_of_another_length_is_refused(
+    number: int, said: str, tmp_path: Path, server: FakeServer, fork: Fork
+) -> None:
     start(tmp_path / "old", server, TwoSteps("Shorter"))
-    assert fork(tmp_path / "old", tmp_path / "new") == 0
+    fork(tmp_path / "old", tmp_path / "new")
     with pytest.raises(CheckpointMismatch, match=f"it had {said}"):
         start(tmp_path / "new", server, TwoSteps("Longer"), number=number)
     start(tmp_path / "new", server, TwoSteps("Longer"))
@@ -234,15 +236,15 @@ def test_an_input_of_another_length_is_refused(number: int, said: str, tmp_path:
 )
 @pytest.mark.parametrize("accept", [False, True])
 def test_answers_of_another_server_are_not_used(
-    changes: dict[str, Any], line: str, accept: bool, old: Path, tmp_path: Path, server: FakeServer
+    changes: dict[str, Any], line: str, accept: bool, old: Path, tmp_path: Path, server: FakeServer, fork: Fork
 ) -> None:
-    assert fork(old, tmp_path / "new") == 0
+    fork(old, tmp_path / "new")
     with pytest.raises(CheckpointMismatch) as refused:
         start(tmp_path / "new", server, TwoSteps("Longer"), accept_changes=accept, **changes)
     assert line in str(refused.value)
     assert "--no-answers" in str(refused.value)
     assert not server.asked
-    assert fork(old, tmp_path / "other", "--no-answers") == 0
+    fork(old, tmp_path / "other", "--no-answers")
     start(tmp_path / "other", server, TwoSteps("Longer"), config={"model_kwargs": {"revision": "v2"}})
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
@@ -252,31 +254,30 @@ def test_a_folder_that_is_not_new_is_refused(old: Path, command: Command) -> Non
     assert "exists already, and a fork starts in a new folder" in printed
 
 
-def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, fork: Fork) -> None:
     lock = files.Lock(old / "checkpoints" / "00000" / LOCK)
     try:
-        assert fork(old, tmp_path / "new") == 1
+        assert "process works on this rank" in fork(old, tmp_path / "new", code=1).err
     finally:
         lock.release()
-    assert "process works on this rank" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
     assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.slow
-def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_path: Path) -> None:
+def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_path: Path, fork: Fork) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new" / "checkpoints"
     before, number = kept(old), 0
     while True:
         disk = CrashingDisk(number, tmp_path)
         with disk_in_place(disk):
-            fork(old, tmp_path / "new")
+            fork(old, tmp_path / "new", code=None)
         assert kept(old) == before
         if disk.crashed_at is None:
             break
         assert list(disk.survivors()) == ["killed"]
         if not new.exists():
-            assert fork(old, tmp_path / "new") == 0, disk.crashed_at
+            fork(old, tmp_path / "new")
             assert [path.name for path in new.parent.iterdir()] == ["checkpoints"], disk.crashed_at
         assert sorted(path.name for path in new.iterdir()) == ["00000", "00001"]
         assert [path.name for path in sorted((new / "00001").iterdir())] == ["replay.sqlite3", "run.json"]
@@ -288,10 +289,10 @@ def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
-    tmp_path: Path, command: Command, server: FakeServer
+    tmp_path: Path, command: Command, server: FakeServer, fork: Fork
 ) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new"
-    assert fork(old, new) == 0
+    fork(old, new)
     shutil.copytree(old / "input", new / "input")
     command("status", new / "checkpoints")
     command("verify", new / "checkpoints", "--output", new / "output", code=3)
@@ -305,9 +306,9 @@ def test_status_and_verify_know_a_fork_before_and_between_the_first_starts(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path, server: FakeServer) -> None:
+def test_a_run_of_each_release_is_forked(name: str, tmp_path: Path, server: FakeServer, fork: Fork) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
-    assert fork(old, new) == 0
+    fork(old, new)
     shutil.copytree(old / "input", new / "input")
     run(new, server.url, 1)  # the same prompt: each answer that is kept is used
     assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
@@ -338,10 +339,10 @@ NEW = [
 
 
 @pytest.fixture
-def yaml(here: Path, server: FakeServer) -> Path:
+def yaml(here: Path, server: FakeServer, command: Command) -> Path:
     """job.yaml of a finished run, in the working directory."""
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"], ["c"])
-    assert main(["run", "job.yaml"]) == 0
+    command("run", "job.yaml")
     server.asked.clear()
     return here / "job.yaml"
 
@@ -395,15 +396,14 @@ def stop(folder: Path, server: FakeServer, config: dict[str, Any], at: str = "id
 
 
 def test_answers_of_two_model_revisions_in_one_task_are_not_used(
-    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: FakeServer, fork: Fork
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     stop(old, server, A, keep_answers=True)
     start(old, server, TwoSteps("Shorter"), config=B, keep_answers=True, accept_changes=True)
     assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
     server.asked.clear()
-    assert fork(old, new) == 0
-    assert "answers: none can be used: model_kwargs changed in the middle of this run\n" in capsys.readouterr().out
+    assert "answers: none can be used: model_kwargs changed in the middle of this run\n" in fork(old, new).out
     start(new, server, TwoSteps("Shorter"), config=A)  # nothing binds it to either revision
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 

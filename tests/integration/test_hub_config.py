@@ -46,14 +46,6 @@ def datasets_on_hub(hub: FakeHub) -> FakeHub:
     return hub
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
-
-
 def on_this_machine(name: str, server: FakeServer) -> str:
     """The config's file, with its pipeline on this machine. Of the runner only server and chunks are other ones."""
     endpoint = (
@@ -78,7 +70,7 @@ def rows_on_hub(hub: FakeHub, repository: str) -> dict[str, list[dict[str, Any]]
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("name", "repository", "logs", "longest"),
     [

@@ -26,6 +26,7 @@ import pytest
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.histories import read_history
+from tests.yaml_jobs import write_tasks
 
 JOB = """
 import sys
@@ -78,10 +79,7 @@ class Job:
         self._url = url
         folder.mkdir(parents=True)
         (folder / "job.py").write_text(JOB)
-        (folder / "input").mkdir()
-        for task in range(tasks):
-            rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
-            (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_tasks(folder, tasks, DOCUMENTS)
         self._kind, self._tasks = kind, str(tasks)
         self.log = ""
 

@@ -42,11 +42,6 @@ def datatrove() -> Iterator[Datatrove]:
         yield process
 
 
-@pytest.fixture
-def folder(here: Path) -> Path:
-    return here
-
-
 def write_yaml(folder: Path, url: str, checkpoints: str = "ours", **changes: str) -> None:
     values = {
         "URL": url,
@@ -126,9 +121,9 @@ def go_on(folder: Path, command: Command, killer: Killer, number: int, checkpoin
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 0, 2])
 def test_a_run_of_datatroves_that_was_killed_goes_on(
-    folder: Path, command: Command, datatrove: Datatrove, seed: int
+    here: Path, command: Command, datatrove: Datatrove, seed: int
 ) -> None:
-    kill_and_go_on(folder, command, datatrove, seed)
+    kill_and_go_on(here, command, datatrove, seed)
 
 
 def kill_and_go_on(folder: Path, command: Command, datatrove: Datatrove, seed: int) -> Move:
@@ -144,15 +139,15 @@ def kill_and_go_on(folder: Path, command: Command, datatrove: Datatrove, seed: i
 
 
 @pytest.mark.slow
-def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, command: Command, datatrove: Datatrove) -> None:
+def test_several_tasks_go_on_with_datatroves_logging_dir(here: Path, command: Command, datatrove: Datatrove) -> None:
     """The first one is finished: datatrove has removed its folder. executor.json proves the model."""
-    write_input(folder, 9, 14)
+    write_input(here, 9, 14)
     killer = Killer(1)
     with killer.server:
-        write_yaml(folder, killer.server.url, "checkpoints", TASKS="2")
-        killer.run(datatrove, folder, 19, tasks=2)
-        assert (folder / "logs" / "completions" / "00000").exists()
-        assert not (folder / "checkpoints" / "00000").exists()
+        write_yaml(here, killer.server.url, "checkpoints", TASKS="2")
+        killer.run(datatrove, here, 19, tasks=2)
+        assert (here / "logs" / "completions" / "00000").exists()
+        assert not (here / "checkpoints" / "00000").exists()
         asked = Counter(killer.server.asked)
         error = command("run", "job.yaml", code=1).err
         assert "migrate job.yaml --from" in error
@@ -162,7 +157,7 @@ def test_several_tasks_go_on_with_datatroves_logging_dir(folder: Path, command: 
         assert json.loads(out)["made_with"]["same_settings"]
         assert [chunk["finished"] for chunk in json.loads(out)["ranks"][0]["chunks"]] == [True] * 3
         command("run", "job.yaml")
-        assert written(folder) == expected(23)
+        assert written(here) == expected(23)
         firsts = {f"first {text_of(n)}" for n in range(9)}
         assert {text for text in firsts if killer.server.asked[text] > asked[text]} == set()
         command("verify", "job.yaml", "--full")
@@ -175,15 +170,15 @@ DATA = Path(__file__).parents[1] / "data"
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("release", "in_place"), [("0_8_0", True), ("0_9_0", False)])
-def test_a_killed_run_of_an_older_release_goes_on(folder: Path, command: Command, release: str, in_place: bool) -> None:
-    shutil.copytree(DATA / f"datatrove_{release}", folder, dirs_exist_ok=True)
+def test_a_killed_run_of_an_older_release_goes_on(here: Path, command: Command, release: str, in_place: bool) -> None:
+    shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
     with FakeServer() as server:
-        write_yaml(folder, server.url, "checkpoints" if in_place else "ours")
+        write_yaml(here, server.url, "checkpoints" if in_place else "ours")
         out = command("migrate", "job.yaml", "--from", "checkpoints", "--json", "--lacking-are-dropped").out
         (rank,) = json.loads(out)["ranks"]
         assert [(chunk["finished"], chunk["written"]) for chunk in rank["chunks"]] == [(True, 4), (True, 3), (False, 2)]
         assert json.loads(out)["made_with"]["same_settings"], "executor.json tells the model"
         command("run", "job.yaml")
         assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
-        assert written(folder) == expected(11)
+        assert written(here) == expected(11)
         command("verify", "job.yaml", "--full")

@@ -35,10 +35,10 @@ from datatrove_ckpt.preflight.migration.job import migrate as take_over
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from tests.commands import Command
 from tests.datatrove_job import TEMPLATE, Datatrove, write_input
-from tests.integration.test_migrate import datatrove, expected, folder, migrate, write_yaml, written
+from tests.integration.test_migrate import datatrove, expected, migrate, write_yaml, written
 from tests.patience import until
 
-__all__ = ["datatrove", "folder"]  # pytest finds these fixtures here
+__all__ = ["datatrove"]  # pytest finds this fixture here
 
 NUMBER = 11
 DROPPED = "--lacking-are-dropped"
@@ -80,11 +80,11 @@ def is_left(folder: Path) -> bool:
 
 
 @pytest.fixture
-def job(folder: Path, left: Path, server: FakeServer) -> Path:
+def job(here: Path, left: Path, server: FakeServer) -> Path:
     """A copy of it, and the YAML file of a job that goes on with it."""
-    shutil.copytree(left, folder, dirs_exist_ok=True)
-    write_yaml(folder, server.url)
-    return folder
+    shutil.copytree(left, here, dirs_exist_ok=True)
+    write_yaml(here, server.url)
+    return here
 
 
 def finish(command: Command, number: int = NUMBER) -> None:
@@ -287,11 +287,11 @@ def test_a_damaged_database_costs_nothing(job: Path, command: Command) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 def test_compressed_output_stays_or_is_read_back(
-    folder: Path, command: Command, datatrove: Datatrove, server: FakeServer, cut: bool
+    here: Path, command: Command, datatrove: Datatrove, server: FakeServer, cut: bool
 ) -> None:
-    make(folder, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
-    write_yaml(folder, server.url, TEMPLATE=f"{TEMPLATE}.gz", COMPRESSION="gzip")
-    path = folder / "output" / "00000_chunk_0.jsonl.gz"
+    make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
+    write_yaml(here, server.url, TEMPLATE=f"{TEMPLATE}.gz", COMPRESSION="gzip")
+    path = here / "output" / "00000_chunk_0.jsonl.gz"
     if cut:
         path.write_bytes(path.read_bytes()[:-6])
     found = migrate(command, DROPPED)
@@ -299,20 +299,20 @@ def test_compressed_output_stays_or_is_read_back(
     assert chunks(found)[0]["written"] == 4, "all its rows lie before the damage"
     command("run", "job.yaml")
     assert server.asked.total() == 2
-    rows = [line for one in outputs(folder / "output").values() for line in gzip.decompress(one).splitlines()]
+    rows = [line for one in outputs(here / "output").values() for line in gzip.decompress(one).splitlines()]
     assert len(rows) == NUMBER - 1
 
 
 @pytest.mark.slow
 def test_parquet_files_stay_where_they_are_whole(
-    folder: Path, command: Command, datatrove: Datatrove, server: FakeServer
+    here: Path, command: Command, datatrove: Datatrove, server: FakeServer
 ) -> None:
     template = TEMPLATE.replace(".jsonl", ".parquet")
-    make(folder, datatrove, template=template)
-    write_yaml(folder, server.url, TEMPLATE=template)
-    edit(folder / "job.yaml", "JsonlWriter", "ParquetWriter")
-    edit(folder / "job.yaml", ", compression: null", "")
-    damaged = folder / "output" / "000_00000_chunk_0.parquet"
+    make(here, datatrove, template=template)
+    write_yaml(here, server.url, TEMPLATE=template)
+    edit(here / "job.yaml", "JsonlWriter", "ParquetWriter")
+    edit(here / "job.yaml", ", compression: null", "")
+    damaged = here / "output" / "000_00000_chunk_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-10])
     found = migrate(command, DROPPED)
     assert [chunk["finished"] for chunk in chunks(found)] == [False, True, False]
@@ -320,7 +320,7 @@ def test_parquet_files_stay_where_they_are_whole(
     command("run", "job.yaml")
     command("verify", "job.yaml", "--full")
     assert server.asked.total() == 4 + 1 + 2, "the chunk that is damaged, with its second request, and document 10"
-    tables = [pq.read_table(path).to_pylist() for path in (folder / "output").glob("*.parquet")]
+    tables = [pq.read_table(path).to_pylist() for path in (here / "output").glob("*.parquet")]
     assert Counter(row["id"] for table in tables for row in table) == expected(NUMBER)
 
 
@@ -386,23 +386,23 @@ COMMAND = ("migrate", "job.yaml", "--from", "checkpoints")
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", ["ours", "checkpoints"])
 def test_a_run_of_this_host_that_waits_for_an_answer_is_refused(
-    folder: Path, command: Command, datatrove: Datatrove, checkpoints: str
+    here: Path, command: Command, datatrove: Datatrove, checkpoints: str
 ) -> None:
-    write_input(folder, 11)
+    write_input(here, 11)
     with FakeServer(hold_after=12) as held:
-        pid = datatrove.start(folder, held.url, concurrent=1)
+        pid = datatrove.start(here, held.url, concurrent=1)
         pidfd = os.pidfd_open(pid)
         try:
-            while not is_left(folder):
+            while not is_left(here):
                 assert not select.select([pidfd], [], [], 0.01)[0], "datatrove's run has ended"
-            write_yaml(folder, held.url, checkpoints)
-            before = outputs(folder / "output")
+            write_yaml(here, held.url, checkpoints)
+            before = outputs(here / "output")
             for dry in ((), ("--dry-run",)):
                 error = command(*COMMAND, *dry, code=1).err
                 assert f"Process {pid} (python" in error
-                assert f"has {folder / CHUNK_FILE.with_name('replay.sqlite3')} open" in error
-            assert outputs(folder / "output") == before
-            assert not (folder / checkpoints / "00000" / "run.json").exists()
+                assert f"has {here / CHUNK_FILE.with_name('replay.sqlite3')} open" in error
+            assert outputs(here / "output") == before
+            assert not (here / checkpoints / "00000" / "run.json").exists()
         finally:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)

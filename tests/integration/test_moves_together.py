@@ -13,8 +13,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.checkpoint.versions import FORMAT
-from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
@@ -26,12 +25,13 @@ from tests.jobs import rejects
 from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-from .test_migrate import datatrove, expected, folder, migrate, written
+from .test_fork import Fork, fork
+from .test_migrate import datatrove, expected, migrate, written
 from .test_migrate_doubts import NUMBER, left, make
 from .test_migrate_doubts import job as left_job
 from .test_reshard import Job, answers, job, mirrored, server, some
 
-__all__ = ["answers", "datatrove", "folder", "job", "left", "left_job", "make", "server"]  # fixtures
+__all__ = ["answers", "datatrove", "fork", "job", "left", "left_job", "make", "server"]  # fixtures
 
 
 def elsewhere(job: Job, *parts: str) -> Job:
@@ -43,56 +43,55 @@ def elsewhere(job: Job, *parts: str) -> Job:
     return other
 
 
-def fork(job: Job, new: Job) -> int:
-    return main(["fork", str(job.checkpoints), str(new.checkpoints)])
-
-
 @pytest.mark.slow
-def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(job: Job, fork: Fork) -> None:
     job.stop_in_the_middle(2, some(job, 3))
     new = elsewhere(job)
-    assert fork(job, new) == 0
-    assert fork(job, new) == 0
-    assert "is this fork already, and has not started" in capsys.readouterr().out
+    fork(job.folder, new.folder)
+    assert "is this fork already, and has not started" in fork(job.folder, new.folder).out
     other = Job(job.folder.with_name("other"), job.server, job.answers)
-    assert fork(job, other) == 0
-    assert main(["fork", str(other.checkpoints), str(new.checkpoints)]) == 2, "it is another run's"
+    fork(job.folder, other.folder)
+    fork(other.folder, new.folder, code=2)  # it is another run's
     new.finish(2)
-    assert fork(job, new) == 2
+    fork(job.folder, new.folder, code=2)
 
 
 @pytest.mark.slow
-def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(job: Job, fork: Fork, finished: bool) -> None:
     job.stop_in_the_middle(4, some(job, 4))
     job.reshard(4, 2)
     new = elsewhere(job)
-    assert fork(job, new) == 2
-    assert "reshard ... --tasks 4), then fork it" in capsys.readouterr().err
-    job.stop_in_the_middle(2, some(job, 5))
+    assert "reshard ... --tasks 4), then fork it" in fork(job.folder, new.folder, code=2).err
+    if finished:
+        job.finish(2)
+        with pytest.raises(ConfigError, match="nothing is left to deal out"):
+            job.reshard(2, 2)
+    else:
+        job.stop_in_the_middle(2, some(job, 5))
     job.reshard(2, 4)
-    assert fork(job, new) == 0
+    if finished:
+        job.finish(4)
+        assert not job.server.asked
+    fork(job.folder, new.folder)
     new.finish(4)
 
 
 @pytest.mark.slow
-def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job) -> None:
+def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job, fork: Fork) -> None:
     job.stop_in_the_middle(4, some(job, 4), ranks=[0, 1])
     job.reshard(4, 2)
     new = elsewhere(job)
-    assert fork(job, new) == 0
+    fork(job.folder, new.folder)
     new.finish(2)
 
 
 @pytest.mark.slow
-def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
+def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job, fork: Fork) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)
     new = elsewhere(job)
-    assert fork(job, new) == 0
+    fork(job.folder, new.folder)
     upload(new.checkpoints, str(new.folder / "mirror"))
     shutil.rmtree(new.checkpoints)
     new.changes = mirrored(new)
@@ -101,13 +100,13 @@ def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job) -> None:
+def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job, command: Command) -> None:
     job.stop_in_the_middle(2, some(job, 8))
     job.reshard(2, 3)
     job.changes = mirrored(job)
     job.stop_in_the_middle(3, some(job, 9))
     new = elsewhere(job)
-    assert main(["fork", str(job.folder / "mirror"), str(new.checkpoints)]) == 0
+    command("fork", job.folder / "mirror", new.checkpoints)
     assert (new.checkpoints / SHARES).read_bytes() == (job.checkpoints / SHARES).read_bytes()
     new.finish(3)
 
@@ -124,10 +123,10 @@ def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command)
 
 
 @pytest.mark.slow
-def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command) -> None:
+def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command, fork: Fork) -> None:
     job.stop_in_the_middle(2, some(job, 10))
     new = elsewhere(job)
-    assert fork(job, new) == 0
+    fork(job.folder, new.folder)
     printed = command("status", new.checkpoints).out
     assert f"{new.checkpoints} is a fork that has not started. Start it with `datatrove-ckpt run`." in printed
     assert "started it again" not in printed
@@ -202,7 +201,7 @@ def run_rank(job: Job, rank: int, tasks: int) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(("numbers", "rank"), [((4, 2), 3), ((1, 4), 0)], ids=str)
 def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
-    job: Job, numbers: tuple[int, int], rank: int
+    job: Job, numbers: tuple[int, int], rank: int, fork: Fork
 ) -> None:
     """What it had not committed may be another task's since."""
     before, tasks = numbers
@@ -215,7 +214,7 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     assert any(said in problem for problem in problems(job))
     with pytest.raises(CkptError, match=said):
         job.reshard(tasks, tasks + 1)
-    assert fork(job, elsewhere(job)) == 1
+    fork(job.folder, elsewhere(job).folder, code=1)
     if rank < tasks:
         with pytest.raises(CkptError, match=said):
             run_rank(job, rank, before)
@@ -229,7 +228,9 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
+def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
+    job: Job, when: str, older: bool, fork: Fork
+) -> None:
     """Also where all tasks are complete, so that none of them reads its share."""
     dealt_out_anew(job, 4, 2)
     path = job.checkpoints / SHARES
@@ -254,7 +255,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: 
             start()
     [problem] = problems(job)
     assert re.search(said, problem)
-    assert fork(job, elsewhere(job)) == 1
+    fork(job.folder, elsewhere(job).folder, code=1)
     path.write_bytes(now)
     job.finish(3)
 
@@ -262,7 +263,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -> None:
+def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool, fork: Fork) -> None:
     """Nobody reads its documents again, so without its commits nothing shows that they are in the output."""
     dealt_out_anew(job, 4, 2)
     if when == "after":
@@ -274,7 +275,7 @@ def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -
     with pytest.raises(CkptError, match=r"00003 is missing: it holds the commits of task 3"):
         job.executor(2).run()
     assert any("00003 is missing" in problem for problem in problems(job))
-    assert fork(job, elsewhere(job)) == 2
+    fork(job.folder, elsewhere(job).folder, code=2)
     if not output:
         with pytest.raises(CkptError, match="00003 is missing"):
             job.reshard(2, 3)
@@ -297,19 +298,16 @@ def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -
 
 
 @pytest.mark.slow
-def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(job: Job, command: Command) -> None:
     dealt_out_anew(job, 4, 2)
     other = elsewhere(job, "checkpoints", "output")
     move_away(other, 3)
     last_chunk_file(other.checkpoints, 3).unlink()
-    command = ["relocate", str(other.checkpoints), "--output", str(other.folder / "output")]
-    assert main(command) == 1
-    assert "00003 is missing" in capsys.readouterr().out
+    words = ["relocate", other.checkpoints, "--output", other.folder / "output"]
+    assert "00003 is missing" in command(*words, code=1).out
     for part in ("checkpoints", "output"):
         shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
-    assert main(command) == 0
+    command(*words)
     shutil.rmtree(job.checkpoints)
     shutil.rmtree(job.folder / "output")
     other.executor(2).run()

@@ -84,9 +84,13 @@ def starts(folder: Path) -> int:
     return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
 
 
-def test_what_was_relocated_can_be_relocated_back(tmp_path: Path, relocate: Relocate) -> None:
+def test_a_dry_run_changes_nothing_and_what_was_relocated_can_be_relocated_back(
+    tmp_path: Path, relocate: Relocate
+) -> None:
     new = copied(tmp_path)
-    before = starts(new)
+    before, content = starts(new), outputs(new)
+    assert relocate(new, "--dry-run").out.endswith("Nothing was done (--dry-run).\n")
+    assert outputs(new) == content
     relocate(new)
     assert starts(new) == before, "a move is no attempt"
     shutil.rmtree(tmp_path / "old")
@@ -118,13 +122,6 @@ def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
     assert main(["repair", f"{new}/checkpoints", "--output", f"{new}/output", "--dry-run"]) == 0
     # Sizes alone do not show that a content is another one.
     relocate(new, "--sizes-only", code=0 if damage is alter else 1)
-
-
-def test_a_dry_run_changes_nothing(tmp_path: Path, relocate: Relocate) -> None:
-    new = copied(tmp_path)
-    before = outputs(new)
-    assert relocate(new, "--dry-run").out.endswith("Nothing was done (--dry-run).\n")
-    assert outputs(new) == before
 
 
 def test_ranks_that_run_are_refused(tmp_path: Path, relocate: Relocate) -> None:
@@ -260,7 +257,9 @@ def test_tasks_without_a_trace_are_named(tmp_path: Path, relocate: Relocate) -> 
     assert named(new) == {f"{new}/output"}
 
 
-def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, relocate: Relocate) -> None:
+def test_a_copy_from_the_middle_of_a_reshard_or_without_its_shares_is_refused(
+    tmp_path: Path, relocate: Relocate
+) -> None:
     new = copied(tmp_path)
     plan = new / "checkpoints" / RESHARD_PLAN
     plan.parent.mkdir()
@@ -268,13 +267,8 @@ def test_a_copy_from_the_middle_of_a_reshard_is_refused(tmp_path: Path, relocate
     said = relocate(new, code=1).err
     assert "reshard` was interrupted" in said
     assert "at the old place, then copy it again" in said
-    assert named(new) == {f"{tmp_path}/old/output"}
-
-
-def test_a_copy_without_the_shares_of_a_resharded_run_is_refused(tmp_path: Path, relocate: Relocate) -> None:
-    new = copied(tmp_path)
+    shutil.rmtree(plan.parent)
     for rank in RANKS[:2]:
         edit(new / "checkpoints" / rank / "run.json", reshards=1)
-    said = relocate(new, code=1)
-    assert "shares.json is missing" in said
+    assert "shares.json is missing" in relocate(new, code=1)
     assert named(new) == {f"{tmp_path}/old/output"}

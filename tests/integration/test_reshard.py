@@ -26,11 +26,9 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN, SHARES
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
-from datatrove_ckpt.maintenance.fork import check_source
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import make_plan
 from datatrove_ckpt.preflight.before_run import check_before_run
@@ -233,22 +231,6 @@ def test_every_document_once_whatever_happens_in_between(job: Job, seed: int) ->
         ranks = chance.sample(range(tasks), chance.choice([0, 1, 1, tasks]) if tasks < 4 else chance.randrange(3))
         job.stop_in_the_middle(tasks, some(job, 10 * seed + number), ranks=ranks)
     job.finish(tasks)
-
-
-@pytest.mark.slow
-def test_former_tasks_of_a_finished_run_come_back_so_that_it_can_be_forked(job: Job) -> None:
-    job.stop_in_the_middle(4, some(job, 3))
-    job.reshard(4, 2)
-    job.finish(2)
-    new = str(job.folder / "new")
-    with pytest.raises(ConfigError, match="nothing is left to deal out"):
-        job.reshard(2, 2)
-    with pytest.raises(ConfigError, match=r"reshard \.\.\. --tasks 4"):
-        check_source(job.checkpoints)
-    job.reshard(2, 4)
-    job.finish(4)
-    assert not job.server.asked
-    assert main(["fork", str(job.checkpoints), new]) == 0
 
 
 @pytest.mark.slow

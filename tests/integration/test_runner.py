@@ -134,15 +134,6 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, s
     assert not [path for path in (tmp_path / "output").iterdir() if path.name.startswith(".")]
 
 
-def test_an_input_that_grew_at_its_end_is_continued_in_new_chunks(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(3))
-    server.asked.clear()
-    runner(tmp_path, server).run(documents(6))
-    assert ids(tmp_path) == [f"id {index}" for index in range(6)]
-    assert set(server.asked) == {"text 3", "text 4", "text 5"}
-    assert [commit["tally"]["read"] for commit in commits(tmp_path)] == [2, 1, 2, 1]
-
-
 def test_one_chunk_may_go_to_several_files_named_by_metadata(tmp_path: Path, server: FakeServer) -> None:
     output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
     mixed = [Document(f"text {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"}) for i in range(4)]
@@ -587,11 +578,3 @@ def test_an_input_that_changed_under_finished_documents_is_refused(
     with pytest.raises(CheckpointMismatch, match="input"):
         step.run(changed)
     assert not list((tmp_path / "output").glob("*.jsonl"))
-
-
-def test_a_checkpoint_of_datatroves_own_runner_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    theirs = tmp_path / "checkpoints" / "00000"
-    theirs.mkdir(parents=True)
-    (theirs / "chunk_00000.jsonl").write_text('{"text": "t", "id": "i", "media": [], "metadata": {}}\n')
-    with pytest.raises(CheckpointMismatch, match="datatrove-ckpt migrate CONFIG --from"):
-        runner(tmp_path, server).run(documents(1))

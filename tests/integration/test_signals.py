@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import queue
 import select
@@ -23,7 +22,7 @@ from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.patience import Patience, until
 from tests.processes import write_program
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
 
 DRAINS = "requests in flight have"
 ROLLOUTS = """
@@ -124,9 +123,7 @@ class Job:
         text = text.replace("workers: 1", f"workers: {workers or tasks}\n    start_method: {start_method}")
         text += "          records_per_chunk: 4\n          drain_signals: [SIGTERM, SIGUSR1, SIGINT, SIGHUP]\n"
         write_job(folder, text)
-        for task in range(tasks):
-            rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
-            (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_tasks(folder, tasks, DOCUMENTS)
 
     def start(self) -> Process:
         return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], self.folder)

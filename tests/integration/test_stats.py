@@ -278,6 +278,7 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: 
     reader, _, inference = run(pipeline(tmp_path, server))
     assert inference["documents_processed"]["total"] == 6 + 4
     assert reader["documents"]["total"] == 14
+    assert set(server.asked.values()) == {1}
 
 
 @pytest.mark.slow

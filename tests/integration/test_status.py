@@ -27,7 +27,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.jobs import documents, runner
 from tests.mirrors import Killed
-from tests.ptys import Terminal
+from tests.ptys import Terminal, on_terminal
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 
 Said = Callable[..., Printed]
@@ -157,7 +157,9 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
 
 
-def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said) -> None:
+def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
+    tmp_path: Path, said: Said
+) -> None:
     then = time.time() - 30 * MIN
     for rank in range(30):
         if rank != 25:
@@ -165,13 +167,9 @@ def test_of_many_ranks_in_trouble_the_rest_is_numbers(tmp_path: Path, said: Said
     text = said(tmp_path)
     assert text.count(" ago on node7: E: ") == 20
     assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
-
-
-def test_ranks_with_the_same_reason_share_a_line(tmp_path: Path, said: Said) -> None:
-    then = time.time() - 30 * MIN
     for rank in (3, 5, 6, 7):
-        write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, "E: x")])
-    text = said(tmp_path)
+        write_rank(tmp_path / "same", rank, [start(then), minute(then, 0), failed(then, "E: x")])
+    text = said(tmp_path / "same")
     assert "  ranks 3, 5-7: failed: " in text
     assert text.count(" ago on node7: E: x\n") == 1
 
@@ -236,17 +234,9 @@ AHEAD = 3600.0
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """``status --watch`` in a terminal of 110 columns and 24 lines."""
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", "checkpoints", "--watch", "--interval", "0.05"]
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-    with Terminal(110, 24) as terminal:
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
-        process = subprocess.Popen(command, env=environment, cwd=folder, **streams)
-        try:
-            yield terminal, process
-        finally:
-            process.kill()
-            process.wait()
+    words = ("status", "checkpoints", "--watch", "--interval", "0.05")
+    with Terminal(110, 24) as terminal, on_terminal(terminal, folder, *words) as process:
+        yield terminal, process
 
 
 def write_minutes(folder: Path, now: float, number: int) -> None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,10 +29,6 @@ def put(folder: Path, name: str = STRANGER) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"text": "text 0", "id": "id 0"}\n')
     return path
-
-
-def killed(*arguments: object) -> None:
-    raise StorageFailed("as asked")
 
 
 def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **changes: Any) -> str:
@@ -78,50 +75,25 @@ def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_n
     assert server.asked.total() == asked
 
 
-def test_a_rank_that_has_published_nothing_refuses_every_file_of_its_template(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first attempt ended early, and its output folder may be another one by now."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ChunkOutput, "write_chunk", killed)
-        with pytest.raises(StorageFailed):
-            runner(tmp_path, server).run(documents(5))
-    assert list(tmp_path.rglob(NOTHING_PUBLISHED))
-    path = put(tmp_path, "00000_chunk_00002.jsonl")
-    refused(r"00000_chunk_00002\.jsonl", tmp_path, server)
-    path.unlink()
-    runner(tmp_path, server).run(documents(5))
-    assert len(outputs(tmp_path / "output")) == 3
-
-
-def test_jobs_with_other_templates_in_one_folder_do_not_disturb_each_other(tmp_path: Path, server: FakeServer) -> None:
-    for name in ("a", "b"):
-        with pytest.raises(Exception, match="cannot make sense of id 2"):
-            other(tmp_path, server, name, fails_at(["id 2"])).run(documents(5))
-    for name in ("a", "b"):
-        other(tmp_path, server, name, ask).run(documents(5))
-    assert len(outputs(tmp_path / "output")) == 6
-
-
-def other(folder: Path, server: FakeServer, name: str, rollout: Any) -> InferenceRunner:
-    output = writer(folder)
-    output.output_filename = type(output.output_filename)(f"{name}_${{rank}}_${{chunk_index}}.jsonl")
-    return runner(folder / name, server, rollout, output_writer=output, accept_changes=True)
-
-
-@pytest.mark.parametrize("content", ["3", ""])
-def test_a_checkpoint_of_datatroves_without_open_chunks_is_refused_with_the_command(
-    tmp_path: Path, server: FakeServer, content: str
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("last_chunk/00000.txt", "3"),
+        ("last_chunk/00000.txt", ""),
+        ("00000/chunk_00000.jsonl", '{"text": "t", "id": "i", "media": [], "metadata": {}}\n'),
+    ],
+)
+def test_a_checkpoint_of_datatroves_is_refused_with_the_command(
+    tmp_path: Path, server: FakeServer, name: str, content: str
 ) -> None:
     """Between two chunks, and when a rank is finished, only last_chunk is left of it."""
-    last = tmp_path / "checkpoints" / "last_chunk" / "00000.txt"
-    last.parent.mkdir(parents=True)
-    last.write_text(content)
+    path = tmp_path / "checkpoints" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
     with pytest.raises(CheckpointMismatch) as failed:
         runner(tmp_path, server).run(documents(5))
     assert f"datatrove-ckpt migrate CONFIG --from {tmp_path / 'checkpoints'} take it over" in str(failed.value)
-    assert last.read_text() == content
-    assert not (tmp_path / "checkpoints" / "00000").exists()
+    assert outputs(tmp_path / "checkpoints") == {name: content.encode()}
     assert not server.asked
 
 
@@ -174,9 +146,13 @@ def test_a_job_that_was_killed_before_its_first_file_overwrites_no_files_of_one_
 ) -> None:
     with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
         with monkeypatch.context() as patch:
-            patch.setattr(ChunkOutput, "write_chunk", killed)
+            patch.setattr(ChunkOutput, "write_chunk", Mock(side_effect=StorageFailed("as asked")))
             with pytest.raises(StorageFailed):
                 job(tmp_path, one, "a").run(documents(5))
+        path = put(tmp_path, "00000_chunk_00002.jsonl")  # any file of its template
+        with pytest.raises(OutputMismatch, match=path.name):
+            job(tmp_path, one, "a").run(documents(5))
+        path.unlink()
         job(tmp_path, other, "b").run(documents(5))
         published = outputs(tmp_path / "output")
         for _ in range(2):

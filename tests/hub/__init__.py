@@ -2,7 +2,7 @@
 
 ``FakeHub`` is the server (in a thread of its own), ``hub.environment(folder)`` what a process needs to talk to it, and
 ``pointed_at(hub, folder)`` does the same to the huggingface_hub that this process has already imported. In tests: the
-fixtures ``hub`` (server, this process points at it) and ``FakeHub`` itself. ``python -m tests.hub`` runs it alone.
+fixtures ``hub`` (server, this process points at it) and ``FakeHub`` itself.
 
 Content goes over plain LFS, so the client needs ``HF_HUB_DISABLE_XET=1``. Buckets take content over Xet only: there the
 client's transport is replaced (``xet.py``), in this process alone. All else about buckets is the real client.

@@ -278,7 +278,7 @@ class Answers:
         recent = [at for at in made if now - at < 3600.0]
         if len(recent) < limit:
             return
-        wait = math.ceil((3600.0 - (now - recent[-limit])) / self._hub.clock.speed)
+        wait = math.ceil(3600.0 - (now - recent[-limit]))
         text = f"You have exceeded the rate limit for repository commits ({limit} per hour)."
         advice = (
             "about 1 hour" if wait >= 3300 else f"{math.ceil(wait / 60)} minutes" if wait >= 60 else f"{wait} seconds"

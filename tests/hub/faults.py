@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 
 class Clock:
-    """The hub's clock: seconds since its start. ``speed`` of its seconds pass in one real second."""
+    """The hub's clock: seconds since its start."""
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self.speed = speed
+    def __init__(self) -> None:
         self._start = time.monotonic()
         self._skipped = 0.0
 
     def now(self) -> float:
-        return (time.monotonic() - self._start) * self.speed + self._skipped
+        return time.monotonic() - self._start + self._skipped
 
     def advance(self, seconds: float) -> None:
         """Lets ``seconds`` of the hub's time pass at once."""

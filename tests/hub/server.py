@@ -52,7 +52,6 @@ class FakeHub:
     Args:
         commits_per_hour: more commits to one repository in an hour of the hub's clock get 429. None: no limit.
         requests_per_5_minutes: the same for requests to /api. None: no limit.
-        speed: the hub's seconds in one real second; what ``Retry-After`` and ``RateLimit`` say are real seconds.
         user: who the tokens belong to, with the right to write to its own namespace and those of ``orgs``.
 
     Kinds of requests, for faults and counters: whoami, create, delete, info, refs, branch, tree, paths-info, commits,
@@ -68,12 +67,10 @@ class FakeHub:
         self,
         commits_per_hour: int | None = None,
         requests_per_5_minutes: int | None = None,
-        speed: float = 1.0,
         user: str = "someone",
         orgs: tuple[str, ...] = ("org",),
-        port: int = 0,
     ) -> None:
-        self.clock = Clock(speed)
+        self.clock = Clock()
         self.user, self.orgs = user, orgs
         self.tokens = {
             self.token: Access(),
@@ -93,7 +90,7 @@ class FakeHub:
         self._rules: list[Fault | Hold] = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
-        self._port = port
+        self._port = 0
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake hub", daemon=True)
@@ -217,7 +214,7 @@ class FakeHub:
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         self._port = runner.addresses[0][1]
         return runner
 
@@ -285,11 +282,11 @@ class FakeHub:
         return access
 
     def _add_advice(self, request: Request, response: web.StreamResponse) -> None:
-        """What the hub says about its limits with every answer, in real seconds."""
+        """What the hub says about its limits with every answer."""
         if self._window is None or not counted(request.kind) or response is _DROP:
             return
         left, seconds = self._window.left(self.clock.now())
-        wait = math.ceil(seconds / self.clock.speed)
+        wait = math.ceil(seconds)
         response.headers["RateLimit"] = f'"api";r={left};t={wait}'
         response.headers["RateLimit-Policy"] = (
             f'"fixed window";"api";q={self._window.limit};w={int(self._window.seconds)}'

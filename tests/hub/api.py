@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -256,8 +254,6 @@ class Answers:
             raise Problem(400, f"{branch} is no branch")
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
         header = lines[0]["value"]
-        self._within_the_hour(repo)
-        await asyncio.sleep(self._hub.latency.get("commit", self._hub.latency.get("*", 0.0)))
         faulty = await self._hub.fault("committing", http.path_qs)
         if faulty is not None:
             return faulty
@@ -269,21 +265,6 @@ class Answers:
         made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
         return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""})
-
-    def _within_the_hour(self, repo: Repo) -> None:
-        limit = self._hub.commits_per_hour
-        if limit is None:
-            return
-        now, made = self._hub.clock.now(), [commit.at for commit in list(repo.commits.values())[1:]]
-        recent = [at for at in made if now - at < 3600.0]
-        if len(recent) < limit:
-            return
-        wait = math.ceil(3600.0 - (now - recent[-limit]))
-        text = f"You have exceeded the rate limit for repository commits ({limit} per hour)."
-        advice = (
-            "about 1 hour" if wait >= 3300 else f"{math.ceil(wait / 60)} minutes" if wait >= 60 else f"{wait} seconds"
-        )
-        raise Problem(429, f"{text} You can retry this action in {advice}.", "", {"Retry-After": str(wait)})
 
 
 def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> web.Response:

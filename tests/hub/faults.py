@@ -81,37 +81,3 @@ class Hold(Rule):
     def release(self) -> None:
         self.stop()
         self._loop.call_soon_threadsafe(self._released.set)
-
-
-@dataclass
-class Window:
-    """At most ``limit`` requests in each ``seconds``, counted from the first of each window, as the hub counts."""
-
-    name: str
-    limit: int
-    seconds: float
-    _start: float = float("-inf")
-    _used: int = 0
-
-    def take(self, now: float) -> bool:
-        if now - self._start >= self.seconds:
-            self._start, self._used = now, 0
-        self._used += 1
-        return self._used <= self.limit
-
-    def left(self, now: float) -> tuple[int, float]:
-        """Requests that are left, and seconds until there are ``limit`` of them again."""
-        if now - self._start >= self.seconds:
-            return self.limit, 0.0
-        return max(0, self.limit - self._used), self._start + self.seconds - now
-
-
-def busiest(times: list[float], seconds: float) -> int:
-    """The largest number of ``times`` within any ``seconds``."""
-    times = sorted(times)
-    most = start = 0
-    for end, at in enumerate(times):
-        while at - times[start] >= seconds:
-            start += 1
-        most = max(most, end - start + 1)
-    return most

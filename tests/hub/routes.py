@@ -53,8 +53,3 @@ def route(method: str, raw_path: str) -> tuple[str, tuple[str, str], dict[str, s
             default = "bucket" if kind == "xet-upload" else "model"
             return kind, (parts.pop("type", default), parts.pop("repo", "")), parts
     return "other", ("", ""), {}
-
-
-def counted(kind: str) -> bool:
-    """Whether requests of this kind count for the limit of API calls: downloads and the storage have their own."""
-    return kind not in ("resolve", "lfs-upload", "xet-upload")

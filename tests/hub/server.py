@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from dataclasses import dataclass
 from email.utils import format_datetime
@@ -16,8 +15,8 @@ from aiohttp import web
 from tests.hub import client
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
-from tests.hub.faults import Clock, Fault, Hold, Window, busiest
-from tests.hub.routes import counted, route
+from tests.hub.faults import Clock, Fault, Hold
+from tests.hub.routes import route
 from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 
 
@@ -50,8 +49,6 @@ class FakeHub:
     """A hub at ``url``, in its own thread.
 
     Args:
-        commits_per_hour: more commits to one repository in an hour of the hub's clock get 429. None: no limit.
-        requests_per_5_minutes: the same for requests to /api. None: no limit.
         user: who the tokens belong to, with the right to write to its own namespace and those of ``orgs``.
 
     Kinds of requests, for faults and counters: whoami, create, delete, info, refs, branch, tree, paths-info, commits,
@@ -65,8 +62,6 @@ class FakeHub:
 
     def __init__(
         self,
-        commits_per_hour: int | None = None,
-        requests_per_5_minutes: int | None = None,
         user: str = "someone",
         orgs: tuple[str, ...] = ("org",),
     ) -> None:
@@ -79,14 +74,10 @@ class FakeHub:
         }
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
-        self.latency: dict[str, float] = {}
-        """Real seconds that requests of a kind take, all others: "*". A commit takes them while others may be made."""
         self.lag_commits = 0
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
         self.lag_kinds = {"tree", "paths-info"}
         self.page_size = 1000
-        self.commits_per_hour = commits_per_hour
-        self._window = Window("api", requests_per_5_minutes, 300.0) if requests_per_5_minutes is not None else None
         self._rules: list[Fault | Hold] = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
@@ -124,15 +115,6 @@ class FakeHub:
     def asked(self, *kinds: str) -> list[Request]:
         """The requests of these kinds, in order; all without kinds."""
         return [request for request in self.requests if not kinds or request.kind in kinds]
-
-    def worst_hour(self, name: str, kind: str = "dataset") -> int:
-        """The most commits in any hour of the hub's clock."""
-        made = [commit.at for commit in self.repo(name, kind).commits.values()][1:]
-        return busiest(made, 3600.0)
-
-    def worst_5_minutes(self) -> int:
-        """The most requests to /api, refused ones included, in any 5 minutes of the hub's clock."""
-        return busiest([request.at for request in self.requests if counted(request.kind)], 300.0)
 
     # What a test arranges.
 
@@ -228,7 +210,6 @@ class FakeHub:
             response = await self._answer(http, request, repo, arguments, body)
         except Problem as problem:
             response = problem.response()
-        self._add_advice(request, response)
         if response is _DROP:
             request.status = 0
             if http.transport is not None:
@@ -244,20 +225,12 @@ class FakeHub:
         faulty = await self.fault(request.kind, request.path, after_effect=False)
         if faulty is not None:
             return faulty
-        if self._window is not None and counted(request.kind) and not self._window.take(request.at):
-            raise Problem(429, "We had to rate limit you. Retry later.", "RateLimited")
         access = self._access(request)
-        await self._wait(request.kind)
         if repo[0] == "bucket":
             response: web.StreamResponse = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
         else:
             response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
         return await self.fault(request.kind, request.path, after_effect=True) or response
-
-    async def _wait(self, kind: str) -> None:
-        seconds = self.latency.get(kind, self.latency.get("*", 0.0))
-        if seconds and kind != "commit":
-            await asyncio.sleep(seconds)
 
     async def fault(self, kind: str, path: str, after_effect: bool = False) -> web.StreamResponse | None:
         """What a rule of the test answers instead; holds wait here."""
@@ -280,19 +253,6 @@ class FakeHub:
         if access is None or access.expired:
             raise Problem(401, "Invalid credentials in Authorization header")
         return access
-
-    def _add_advice(self, request: Request, response: web.StreamResponse) -> None:
-        """What the hub says about its limits with every answer."""
-        if self._window is None or not counted(request.kind) or response is _DROP:
-            return
-        left, seconds = self._window.left(self.clock.now())
-        wait = math.ceil(seconds)
-        response.headers["RateLimit"] = f'"api";r={left};t={wait}'
-        response.headers["RateLimit-Policy"] = (
-            f'"fixed window";"api";q={self._window.limit};w={int(self._window.seconds)}'
-        )
-        if response.status == 429 and left == 0:
-            response.headers["Retry-After"] = str(wait)
 
 
 _DROP = web.Response()

@@ -6,13 +6,11 @@ import asyncio
 import threading
 from dataclasses import dataclass
 from email.utils import format_datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
-from tests.hub import client
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault, Hold
@@ -39,34 +37,26 @@ class Access:
     """What a token may do."""
 
     role: str = "write"
-    """read, write, or fineGrained."""
-    repos: tuple[str, ...] | None = None
-    """fineGrained: the repositories it may write to. None: all of its user."""
+    """read or write."""
     expired: bool = False
 
 
 class FakeHub:
     """A hub at ``url``, in its own thread.
 
-    Args:
-        user: who the tokens belong to, with the right to write to its own namespace and those of ``orgs``.
-
-    Kinds of requests, for faults and counters: whoami, create, delete, info, refs, branch, tree, paths-info, commits,
-    preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, validate-yaml, other;
-    of buckets also batch, xet-token, xet-upload. "committing" is the time within a commit in which others can be made.
+    Kinds of requests, for faults and counters: create, info, refs, tree, paths-info, commits,
+    preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, other;
+    of buckets also batch, xet-token, xet-upload.
     """
 
     token = "hf_FakeWriteTokenOfTheTests"
     read_token = "hf_FakeReadTokenOfTheTests"
     expired_token = "hf_FakeExpiredTokenOfTheTests"
 
-    def __init__(
-        self,
-        user: str = "someone",
-        orgs: tuple[str, ...] = ("org",),
-    ) -> None:
+    def __init__(self) -> None:
         self.clock = Clock()
-        self.user, self.orgs = user, orgs
+        self.user, self.orgs = "someone", ("org",)
+        """Who the tokens belong to, with the right to write to its own namespace and those of ``orgs``."""
         self.tokens = {
             self.token: Access(),
             self.read_token: Access("read"),
@@ -89,10 +79,6 @@ class FakeHub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    def environment(self, home: Path, token: str | None = token) -> dict[str, str]:
-        """Variables for a process that talks to this hub, with its caches below ``home``."""
-        return client.environment(self.url, token, home)
 
     # What a test asks.
 
@@ -155,15 +141,13 @@ class FakeHub:
         self._rules.append(fault)
         return fault
 
-    def drop_answer(self, kind: str, times: int | None = 1, where: str = "", skip: int = 0, every: int = 1) -> Fault:
+    def drop_answer(self, kind: str, times: int | None = 1, every: int = 1) -> Fault:
         """The hub does what is asked for, and closes the connection without an answer."""
-        return self.fail(kind, None, times, after_effect=True, where=where, skip=skip, every=every)
+        return self.fail(kind, None, times, after_effect=True, every=every)
 
-    def hold(
-        self, kind: str, times: int | None = 1, after_effect: bool = False, where: str = "", skip: int = 0
-    ) -> Hold:
-        """The next requests of ``kind`` wait, before or after their effect, until ``release`` of what is returned."""
-        hold = Hold(kind, self._loop, where=where, skip=skip, times=times, after_effect=after_effect)
+    def hold(self, kind: str, times: int | None = 1, where: str = "") -> Hold:
+        """The next requests of ``kind`` wait until ``release`` of what is returned."""
+        hold = Hold(kind, self._loop, where=where, times=times)
         self._rules.append(hold)
         return hold
 

@@ -146,7 +146,7 @@ class Answers:
             raise Problem(404, f"{below} does not exist on {arguments['revision']}", "EntryNotFound")
         if http.query.get("recursive", "false").lower() != "true":
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
-        return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), self._hub.page_size)
+        return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), 1000)
 
     def _paths_info(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         commit = self._revision(repo, arguments["revision"], "paths-info")

@@ -56,7 +56,7 @@ class Buckets:
         entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
         if http.query.get("recursive", "false").lower() != "true":
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
-        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), self._hub.page_size)
+        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
 
     def _paths_info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         files = _files(bucket)

@@ -22,14 +22,11 @@ from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 class Request:
     """One request. ``at``: the hub's time. ``status``: None until answered, 0 if the answer was dropped."""
 
-    method: str
     path: str
     kind: str
     at: float
     token: str | None
     status: int | None = None
-    size: int = 0
-    """Bytes of the request's body."""
 
 
 @dataclass
@@ -67,7 +64,6 @@ class FakeHub:
         self.lag_commits = 0
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
         self.lag_kinds = {"tree", "paths-info"}
-        self.page_size = 1000
         self._rules: list[Fault | Hold] = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
@@ -188,7 +184,7 @@ class FakeHub:
         body = await http.read()
         kind, repo, arguments = route(http.method, http.rel_url.raw_path)
         token = http.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        request = Request(http.method, http.path_qs, kind, self.clock.now(), token, size=len(body))
+        request = Request(http.path_qs, kind, self.clock.now(), token)
         self.requests.append(request)
         try:
             response = await self._answer(http, request, repo, arguments, body)

@@ -31,12 +31,13 @@ MODEL = "mock"
 
 @dataclass
 class Run:
-    """What is run, and how. ``checkpoints`` None: off."""
+    """What is run, and how. ``output``: jsonl, jsonl.gz, jsonl.zst or parquet. ``checkpoints`` None: off."""
 
     system: str
     url: str
     source: str
     folder: str
+    output: str = "jsonl"
     checkpoints: str | None = None
     concurrency: int = 256
     chunk: int = 1000
@@ -76,12 +77,19 @@ def _config(run: Run) -> dict[str, Any]:
 
 
 def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
-    from datatrove.pipeline.writers import JsonlWriter
-
     reader = readers.JsonlReader(run.source)
-    writer = JsonlWriter(f"{run.folder}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
-    step = runner(ask, config, writer, checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
+    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
+
+
+def _writer(run: Run) -> Any:
+    from datatrove.pipeline import writers
+
+    folder, name = f"{run.folder}/output", "${rank}_chunk_${chunk_index}." + run.output.partition(".")[0]
+    if run.output == "parquet":
+        return writers.ParquetWriter(folder, name, compression="zstd")
+    compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[run.output]
+    return writers.JsonlWriter(folder, name, compression=compression)
 
 
 def run_bare(run: Run) -> Callable[[], None]:

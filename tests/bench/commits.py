@@ -41,18 +41,18 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def compare(commits: list[str], documents: int, rounds: int, size: int, latency: float) -> dict[str, list[Result]]:
+def compare(commits: list[str], documents: int, rounds: int) -> dict[str, list[Result]]:
     """The results of each commit's runs, in the order of the rounds."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commits-")))
         sides = dict(zip("AB", commits, strict=True))
         packages = {side: stack.enter_context(checkout(commit, folder / side)) for side, commit in sides.items()}
-        source = make_input(folder, "jsonl", documents, size)
+        source = make_input(folder, "jsonl", documents, 2000)
         work = str(folder / "work")
         run = Run("ours", "", str(source), work, checkpoints=f"{work}/checkpoints")
         server = stack.enter_context(mock_server())
         run.url = server.url
-        return interleaved("AB", rounds, lambda side: run_once(server, run, latency, documents, package=packages[side]))
+        return interleaved("AB", rounds, lambda side: run_once(server, run, 0.0, documents, package=packages[side]))
 
 
 def main() -> None:
@@ -60,10 +60,8 @@ def main() -> None:
     parser.add_argument("commits", nargs=2, metavar="COMMIT", help="A and B: commits, or folders with a checkout")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--size", type=int, default=2000, help="characters per document")
-    parser.add_argument("--latency", type=float, default=0, help="ms")
     options = parser.parse_args()
-    results = compare(options.commits, options.documents, options.rounds, options.size, latency=options.latency / 1000)
+    results = compare(options.commits, options.documents, options.rounds)
     a, b = results.values()
     rows = []
     for name, key in _FIGURES.items():

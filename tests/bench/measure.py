@@ -46,14 +46,13 @@ class MockServer:
 
 @contextmanager
 def mock_server() -> Iterator[MockServer]:
-    command = [sys.executable, "-m", "tests.bench.mock_server", "--until-stdin-closes"]
+    command = [sys.executable, "-m", "tests.bench.mock_server"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield MockServer(int(process.stdout.readline()))
         finally:
             process.terminate()
-            process.stdout.read()
 
 
 def run_once(server: MockServer, run: Run, latency: float, documents: int, package: Path = ROOT) -> Result:

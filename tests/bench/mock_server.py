@@ -1,10 +1,10 @@
 """A server that is never the bottleneck: answers what no model would have to think about, and counts.
 
-    python -m tests.bench.mock_server [--port 0] [--latency-ms 0]
+    python -m tests.bench.mock_server
 
-Prints its port on the first line, and what it counted, as JSON, when it is asked to stop (SIGTERM). Each payload is
-expected to hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document. What
-holds none is answered, not counted: some clients probe before they ask.
+Prints its port, and ends with whoever started it, killed or not: when its stdin closes. Each payload is expected to
+hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document. What holds none is
+answered, not counted: some clients probe before they ask.
 
     GET /v1/models                         readiness
     POST /v1/chat/completions              an answer, after the latency
@@ -17,16 +17,13 @@ Times are ``time.monotonic()``, which all processes of a machine share. uvloop i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
 import resource
-import signal
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 try:
@@ -138,35 +135,23 @@ class Server(asyncio.Protocol):
                 self._transport.close()
 
 
-async def serve(port: int, latency: float, until_stdin_closes: bool) -> None:
+async def serve() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    if until_stdin_closes:
-        loop.add_reader(sys.stdin.fileno(), ended.set)
-    Server.counts = Counts(latency)
-    server = await loop.create_server(Server, "127.0.0.1", port, backlog=8192)
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    server = await loop.create_server(Server, "127.0.0.1", 0, backlog=8192)
     print(server.sockets[0].getsockname()[1], flush=True)
     await ended.wait()
     server.close()
-    with suppress(BrokenPipeError):  # whoever started this may have been killed
-        print(Server.counts.to_json().decode(), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--latency-ms", type=float, default=0.0)
-    parser.add_argument(
-        "--until-stdin-closes", action="store_true", help="end with whoever started this, killed or not"
-    )
-    arguments = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factory = uvloop.new_event_loop if uvloop is not None else None
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve(arguments.port, arguments.latency_ms / 1000, arguments.until_stdin_closes))
+        runner.run(serve())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

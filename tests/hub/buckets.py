@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.hub.api import Problem, content_of, date, may_write, page, paths_of
+from tests.hub.api import Problem, date, may_write, page, paths_of
 from tests.hub.state import ATTRIBUTES, File, Repo, folders, sha256
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Buckets:
     def answer(
         self, http: web.Request, kind: str, name: str, arguments: dict[str, str], body: bytes, access: Access | None
     ) -> web.Response:
-        writes = kind in ("create", "delete", "batch") or arguments.get("access") == "write"
+        writes = kind in ("create", "batch") or arguments.get("access") == "write"
         if writes:
             may_write(self._hub, name, access)
         if kind == "create":
@@ -42,10 +42,6 @@ class Buckets:
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})
 
-    def _delete(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        del self._hub.repos["bucket", bucket.name]
-        return web.Response(text="OK")
-
     def _info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         files = _files(bucket)
         size = sum(file.size for file in files.values())
@@ -60,7 +56,7 @@ class Buckets:
         entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
         if http.query.get("recursive", "false").lower() != "true":
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
-        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), self._hub.page_size)
+        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
 
     def _paths_info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         files = _files(bucket)
@@ -84,29 +80,14 @@ class Buckets:
             if change["type"] == "deleteFile":
                 deleted.append(path)
                 continue
-            content = self._content(bucket, change)
+            content = bucket.blobs.get(change["xetHash"])
             if content is None:
                 failed.append({"path": path, "error": "The content is not in the storage"})
                 continue
-            bucket.blobs[change["xetHash"]] = content
             added.append(File.of(path, change["xetHash"], content, lfs=True))
         if added or deleted:
             bucket.commit("main", "batch", "", self._hub.clock.now(), added, deleted)
         return web.json_response({"failed": failed}, status=422 if failed and not added and not deleted else 200)
-
-    def _content(self, bucket: Repo, change: dict[str, Any]) -> bytes | None:
-        source = bucket
-        if change["type"] == "copyFile":
-            source = self._hub.repos[change["sourceRepoType"], change["sourceRepoId"]]
-        return source.blobs.get(change["xetHash"])
-
-    def _resolve(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        file = _files(bucket).get(arguments["path"])
-        if file is None:
-            raise Problem(404, "Entry not found", "EntryNotFound")
-        headers = {"ETag": f'"{file.sha256}"', "X-Xet-Hash": file.sha256, "X-Linked-Size": str(file.size)}
-        headers["X-Xet-Refresh-Route"] = f"{self._hub.url}/api/buckets/{bucket.name}/xet-read-token"
-        return content_of(http, bucket.blobs[file.sha256], headers)
 
 
 def _files(bucket: Repo) -> dict[str, File]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,8 +100,3 @@ def _forget_connections(huggingface_hub: Any) -> None:
     """File systems and connections that know another hub's URL, token and files."""
     huggingface_hub.HfFileSystem.clear_instance_cache()
     huggingface_hub.close_session()
-
-
-def without_hub() -> dict[str, str]:
-    """This process's variables without those that name a hub, a token or a cache of the hub."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}

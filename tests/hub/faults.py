@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 
 class Clock:
-    """The hub's clock: seconds since its start. ``speed`` of its seconds pass in one real second."""
+    """The hub's clock: seconds since its start."""
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self.speed = speed
+    def __init__(self) -> None:
         self._start = time.monotonic()
         self._skipped = 0.0
 
     def now(self) -> float:
-        return (time.monotonic() - self._start) * self.speed + self._skipped
+        return time.monotonic() - self._start + self._skipped
 
     def advance(self, seconds: float) -> None:
         """Lets ``seconds`` of the hub's time pass at once."""
@@ -82,37 +81,3 @@ class Hold(Rule):
     def release(self) -> None:
         self.stop()
         self._loop.call_soon_threadsafe(self._released.set)
-
-
-@dataclass
-class Window:
-    """At most ``limit`` requests in each ``seconds``, counted from the first of each window, as the hub counts."""
-
-    name: str
-    limit: int
-    seconds: float
-    _start: float = float("-inf")
-    _used: int = 0
-
-    def take(self, now: float) -> bool:
-        if now - self._start >= self.seconds:
-            self._start, self._used = now, 0
-        self._used += 1
-        return self._used <= self.limit
-
-    def left(self, now: float) -> tuple[int, float]:
-        """Requests that are left, and seconds until there are ``limit`` of them again."""
-        if now - self._start >= self.seconds:
-            return self.limit, 0.0
-        return max(0, self.limit - self._used), self._start + self.seconds - now
-
-
-def busiest(times: list[float], seconds: float) -> int:
-    """The largest number of ``times`` within any ``seconds``."""
-    times = sorted(times)
-    most = start = 0
-    for end, at in enumerate(times):
-        while at - times[start] >= seconds:
-            start += 1
-        most = max(most, end - start + 1)
-    return most

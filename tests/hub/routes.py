@@ -10,25 +10,19 @@ _BUCKET = r"/api/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)"
 _ROUTES = [
     (method, kind, re.compile(f"^{pattern}$"))
     for method, kind, pattern in (
-        ("GET", "whoami", r"/api/whoami-v2"),
         ("POST", "create", r"/api/repos/create"),
-        ("DELETE", "delete", r"/api/repos/delete"),
-        ("POST", "validate-yaml", r"/api/validate-yaml"),
         ("GET", "auth-check", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?"),
         ("POST", "create", _BUCKET),
         ("GET", "info", _BUCKET),
-        ("DELETE", "delete", _BUCKET),
         ("GET", "tree", _BUCKET + r"/tree(?:/(?P<path>.*))?"),
         ("POST", "paths-info", _BUCKET + r"/paths-info"),
         ("POST", "batch", _BUCKET + r"/batch"),
         ("GET", "xet-token", _BUCKET + r"/xet-(?P<access>read|write)-token"),
         ("PUT", "xet-upload", r"/xet/(?P<repo>[^/]+/[^/]+)/(?P<oid>\w+)"),
-        ("GET|HEAD", "resolve", r"/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)/resolve/(?P<path>.+)"),
         ("GET", "tree", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?"),
         ("POST", "paths-info", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)"),
         ("GET", "commits", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)"),
         ("GET", "refs", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/refs"),
-        ("POST|DELETE", "branch", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/branch/(?P<branch>[^/]+)"),
         ("POST", "preupload", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)"),
         ("POST", "commit", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)"),
         ("GET", "info", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?"),
@@ -53,8 +47,3 @@ def route(method: str, raw_path: str) -> tuple[str, tuple[str, str], dict[str, s
             default = "bucket" if kind == "xet-upload" else "model"
             return kind, (parts.pop("type", default), parts.pop("repo", "")), parts
     return "other", ("", ""), {}
-
-
-def counted(kind: str) -> bool:
-    """Whether requests of this kind count for the limit of API calls: downloads and the storage have their own."""
-    return kind not in ("resolve", "lfs-upload", "xet-upload")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from dataclasses import dataclass
 from email.utils import format_datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
-from tests.hub import client
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
-from tests.hub.faults import Clock, Fault, Hold, Window, busiest
-from tests.hub.routes import counted, route
+from tests.hub.faults import Clock, Fault, Hold
+from tests.hub.routes import route
 from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 
 
@@ -25,14 +22,11 @@ from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 class Request:
     """One request. ``at``: the hub's time. ``status``: None until answered, 0 if the answer was dropped."""
 
-    method: str
     path: str
     kind: str
     at: float
     token: str | None
     status: int | None = None
-    size: int = 0
-    """Bytes of the request's body."""
 
 
 @dataclass
@@ -40,41 +34,26 @@ class Access:
     """What a token may do."""
 
     role: str = "write"
-    """read, write, or fineGrained."""
-    repos: tuple[str, ...] | None = None
-    """fineGrained: the repositories it may write to. None: all of its user."""
+    """read or write."""
     expired: bool = False
 
 
 class FakeHub:
     """A hub at ``url``, in its own thread.
 
-    Args:
-        commits_per_hour: more commits to one repository in an hour of the hub's clock get 429. None: no limit.
-        requests_per_5_minutes: the same for requests to /api. None: no limit.
-        speed: the hub's seconds in one real second; what ``Retry-After`` and ``RateLimit`` say are real seconds.
-        user: who the tokens belong to, with the right to write to its own namespace and those of ``orgs``.
-
-    Kinds of requests, for faults and counters: whoami, create, delete, info, refs, branch, tree, paths-info, commits,
-    preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, validate-yaml, other;
-    of buckets also batch, xet-token, xet-upload. "committing" is the time within a commit in which others can be made.
+    Kinds of requests, for faults and counters: create, info, refs, tree, paths-info, commits,
+    preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, other;
+    of buckets also batch, xet-token, xet-upload.
     """
 
     token = "hf_FakeWriteTokenOfTheTests"
     read_token = "hf_FakeReadTokenOfTheTests"
     expired_token = "hf_FakeExpiredTokenOfTheTests"
 
-    def __init__(
-        self,
-        commits_per_hour: int | None = None,
-        requests_per_5_minutes: int | None = None,
-        speed: float = 1.0,
-        user: str = "someone",
-        orgs: tuple[str, ...] = ("org",),
-        port: int = 0,
-    ) -> None:
-        self.clock = Clock(speed)
-        self.user, self.orgs = user, orgs
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.user, self.orgs = "someone", ("org",)
+        """Who the tokens belong to, with the right to write to its own namespace and those of ``orgs``."""
         self.tokens = {
             self.token: Access(),
             self.read_token: Access("read"),
@@ -82,18 +61,13 @@ class FakeHub:
         }
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
-        self.latency: dict[str, float] = {}
-        """Real seconds that requests of a kind take, all others: "*". A commit takes them while others may be made."""
         self.lag_commits = 0
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
         self.lag_kinds = {"tree", "paths-info"}
-        self.page_size = 1000
-        self.commits_per_hour = commits_per_hour
-        self._window = Window("api", requests_per_5_minutes, 300.0) if requests_per_5_minutes is not None else None
         self._rules: list[Fault | Hold] = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
-        self._port = port
+        self._port = 0
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake hub", daemon=True)
@@ -101,10 +75,6 @@ class FakeHub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    def environment(self, home: Path, token: str | None = token) -> dict[str, str]:
-        """Variables for a process that talks to this hub, with its caches below ``home``."""
-        return client.environment(self.url, token, home)
 
     # What a test asks.
 
@@ -127,15 +97,6 @@ class FakeHub:
     def asked(self, *kinds: str) -> list[Request]:
         """The requests of these kinds, in order; all without kinds."""
         return [request for request in self.requests if not kinds or request.kind in kinds]
-
-    def worst_hour(self, name: str, kind: str = "dataset") -> int:
-        """The most commits in any hour of the hub's clock."""
-        made = [commit.at for commit in self.repo(name, kind).commits.values()][1:]
-        return busiest(made, 3600.0)
-
-    def worst_5_minutes(self) -> int:
-        """The most requests to /api, refused ones included, in any 5 minutes of the hub's clock."""
-        return busiest([request.at for request in self.requests if counted(request.kind)], 300.0)
 
     # What a test arranges.
 
@@ -176,15 +137,13 @@ class FakeHub:
         self._rules.append(fault)
         return fault
 
-    def drop_answer(self, kind: str, times: int | None = 1, where: str = "", skip: int = 0, every: int = 1) -> Fault:
+    def drop_answer(self, kind: str, times: int | None = 1, every: int = 1) -> Fault:
         """The hub does what is asked for, and closes the connection without an answer."""
-        return self.fail(kind, None, times, after_effect=True, where=where, skip=skip, every=every)
+        return self.fail(kind, None, times, after_effect=True, every=every)
 
-    def hold(
-        self, kind: str, times: int | None = 1, after_effect: bool = False, where: str = "", skip: int = 0
-    ) -> Hold:
-        """The next requests of ``kind`` wait, before or after their effect, until ``release`` of what is returned."""
-        hold = Hold(kind, self._loop, where=where, skip=skip, times=times, after_effect=after_effect)
+    def hold(self, kind: str, times: int | None = 1, where: str = "") -> Hold:
+        """The next requests of ``kind`` wait until ``release`` of what is returned."""
+        hold = Hold(kind, self._loop, where=where, times=times)
         self._rules.append(hold)
         return hold
 
@@ -217,7 +176,7 @@ class FakeHub:
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         self._port = runner.addresses[0][1]
         return runner
 
@@ -225,13 +184,12 @@ class FakeHub:
         body = await http.read()
         kind, repo, arguments = route(http.method, http.rel_url.raw_path)
         token = http.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        request = Request(http.method, http.path_qs, kind, self.clock.now(), token, size=len(body))
+        request = Request(http.path_qs, kind, self.clock.now(), token)
         self.requests.append(request)
         try:
             response = await self._answer(http, request, repo, arguments, body)
         except Problem as problem:
             response = problem.response()
-        self._add_advice(request, response)
         if response is _DROP:
             request.status = 0
             if http.transport is not None:
@@ -247,20 +205,12 @@ class FakeHub:
         faulty = await self.fault(request.kind, request.path, after_effect=False)
         if faulty is not None:
             return faulty
-        if self._window is not None and counted(request.kind) and not self._window.take(request.at):
-            raise Problem(429, "We had to rate limit you. Retry later.", "RateLimited")
         access = self._access(request)
-        await self._wait(request.kind)
         if repo[0] == "bucket":
             response: web.StreamResponse = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
         else:
             response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
         return await self.fault(request.kind, request.path, after_effect=True) or response
-
-    async def _wait(self, kind: str) -> None:
-        seconds = self.latency.get(kind, self.latency.get("*", 0.0))
-        if seconds and kind != "commit":
-            await asyncio.sleep(seconds)
 
     async def fault(self, kind: str, path: str, after_effect: bool = False) -> web.StreamResponse | None:
         """What a rule of the test answers instead; holds wait here."""
@@ -283,19 +233,6 @@ class FakeHub:
         if access is None or access.expired:
             raise Problem(401, "Invalid credentials in Authorization header")
         return access
-
-    def _add_advice(self, request: Request, response: web.StreamResponse) -> None:
-        """What the hub says about its limits with every answer, in real seconds."""
-        if self._window is None or not counted(request.kind) or response is _DROP:
-            return
-        left, seconds = self._window.left(self.clock.now())
-        wait = math.ceil(seconds / self.clock.speed)
-        response.headers["RateLimit"] = f'"api";r={left};t={wait}'
-        response.headers["RateLimit-Policy"] = (
-            f'"fixed window";"api";q={self._window.limit};w={int(self._window.seconds)}'
-        )
-        if response.status == 429 and left == 0:
-            response.headers["Retry-After"] = str(wait)
 
 
 _DROP = web.Response()

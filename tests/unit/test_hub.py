@@ -56,10 +56,6 @@ def test_a_writers_folder_is_recognised() -> None:
     assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
 
 
-def test_a_local_folder_is_none_on_the_hub(tmp_path: Any) -> None:
-    assert HubFolder.of(ParquetWriter(str(tmp_path)).output_folder) is None
-
-
 # What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
 
 

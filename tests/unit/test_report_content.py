@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.content import Content
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -23,13 +23,13 @@ from tests.unit.test_report_sums import write_commits
 T = 1_790_000_000.0
 
 
-def rank(folder: Path, number: int, per_minute: int = 60, minutes: int = 10, state: Any = "running") -> RankState:
+def rank(folder: Path, number: int, per_minute: int = 60) -> RankState:
     """A rank that has run for some minutes after an attempt that was killed in its first one."""
     home = folder / f"{number:05d}"
     home.mkdir(parents=True)
     records: list[Record] = [Start(at=T, attempt=1, host="n1", pid=7), Progress(at=T, attempt=1, in_flight=4)]
     records += [Start(at=T + 100, attempt=2, host="n2", pid=8)]
-    for minute in range(minutes + 1):
+    for minute in range(11):
         done = minute * per_minute
         work = WorkCounts(done, done, 0, 10 * done, 5 * done, cached=2, errors={"timeout": minute})
         records.append(
@@ -42,14 +42,12 @@ def rank(folder: Path, number: int, per_minute: int = 60, minutes: int = 10, sta
                 own=work,
             )
         )
-    if state == "finished":
-        records.append(End(at=records[-1].at, attempt=2, why="done"))
     (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
     write_commits(home, {1: 1}, [0, 1, 2])
-    done = per_minute * minutes
+    done = per_minute * 10
     counts, position = DocumentCounts(done, done - 1, 0, 1), InputPosition(done, 4 * done, "rows")
     return RankState(
-        "", number, home, state, counts=counts, position=position, seconds=700, number_of_attempts=2,
+        "", number, home, "running", counts=counts, position=position, seconds=700, number_of_attempts=2,
         work=WorkCounts(done, done, 0, 10 * done, 5 * done, cached=2, retries=3),
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ PLAIN = Style()
 ASCII = Style(unicode=False)
 
 
-def run_of(number: int, troubled: int = 0, now: float = 1000.0) -> RunState:
+def run_of(number: int, troubled: int = 0) -> RunState:
+    now = 1000.0
     ranks = [
         RankState("", index, Path(), "running", position=InputPosition(50, 100, "rows"), last_word=now - 5)
         for index in range(number)
@@ -86,11 +87,3 @@ def test_ranks_in_trouble_are_at_the_top_of_a_long_table_and_a_disk_that_cannot_
     assert "could not be read again: no network" in "\n".join(frame(run_of(1), 80, 24, PLAIN, "no network"))
     text = "\n".join(frame(run_of(100, troubled=1), 100, 24, PLAIN))
     assert text.index("   99  slow") < text.index("    0  running")
-
-
-def test_a_finished_run_is_finished() -> None:
-    ranks = [RankState("", 0, Path(), "finished")]
-    state = RunState("c", False, 0.0, ranks=ranks, totals=add_up(ranks, 0.0))
-    lines = list(describe(state))
-    assert lines[1].endswith("█ finished")
-    assert lines[-1] == "No rank needs attention."

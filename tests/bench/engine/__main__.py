@@ -148,7 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="beside the offline tool")
     parser.add_argument("--output", type=Path, help="file to which the table is written")
     parser.add_argument("--json", type=Path, help="file to which every result is appended")
-    parser.add_argument("--folder", type=Path, help="where the rows run; default: a temporary folder")
     return parser
 
 
@@ -168,10 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     before = os.getloadavg()[0]
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="engine-bench-"))
+    folder = Path(tempfile.mkdtemp(prefix="engine-bench-"))
     results = run_rounds(rows, options.rounds, work, folder, options.json)
-    if options.folder is None:
-        shutil.rmtree(folder)  # not after a failure, whose message names it
+    shutil.rmtree(folder)  # not after a failure, whose message names it
     text = markdown(results, work, machine(work, (before, os.getloadavg()[0])))
     print(f"\n{text}")
     if options.output:

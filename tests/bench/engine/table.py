@@ -112,12 +112,9 @@ def gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return parse_gpus(found.stdout) if found.returncode == 0 else []
-
-
-def parse_gpus(text: str) -> list[str]:
-    lines = [tuple(cell.strip() for cell in line.split(",")) for line in text.splitlines() if line.count(",") == 2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = done.stdout.splitlines() if done.returncode == 0 else []
+    lines = [tuple(cell.strip() for cell in line.split(",")) for line in found if line.count(",") == 2]
     return [
         f"{lines.count(line)} x {line[0]} ({float(line[1]) / 1024:.0f} GiB, driver {line[2]})"
         for line in dict.fromkeys(lines)

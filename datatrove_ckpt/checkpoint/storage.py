@@ -6,15 +6,12 @@ written survives kill -9 at once. Syncs run at most every ``sync_seconds``, so p
 commit syncs what it needs, whatever the interval.
 
 Handing over item by item is as fast as collecting items on the event loop's side (measured), and needs no timer there.
-After a large group the thread waits for the next one to grow: each call of SQLite or the file system releases the GIL
-and waits to get it back from a busy event loop, which costs both of them more than the call.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -31,11 +28,8 @@ from datatrove_ckpt.process.timed_queue import get_within
 MAX_BACKLOG_BYTES = 64 * 2**20
 # Memory of an item besides its JSON, in bytes: a few objects (measured).
 _ITEM_BYTES = 500
-# One group's transaction stays short enough that a lookup queued behind it is answered soon.
+# One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
 MAX_GROUP = 2000
-# After so many answers and documents, the thread waits so many seconds. A run with lookups, or at its end, has others.
-_LARGE_GROUP = 64
-_PAUSE_SECONDS = 0.05
 
 Call: TypeAlias = Callable[[], None]
 T = TypeVar("T")
@@ -63,7 +57,6 @@ class StorageThread:
         # Two counters, each written by one thread only, instead of one that would need a lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
-        self._is_loaded = False  # the last group was large, and nobody waited for any of it
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt storage", daemon=True)
 
     def start(self) -> None:
@@ -161,11 +154,8 @@ class StorageThread:
         items = []
         with suppress(queue.Empty):
             items.append(get_within(self._queue, self._files.seconds_to_sync))
-            if self._is_loaded:
-                time.sleep(_PAUSE_SECONDS)
             while len(items) < MAX_GROUP:
                 items.append(self._queue.get_nowait())
-        self._is_loaded = len(items) >= _LARGE_GROUP and all(isinstance(item, tuple) for item in items)
         return items
 
     def _write(

@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from datatrove_ckpt.process.gc_tuning import gc_paused
+
 if TYPE_CHECKING:
     from datatrove.pipeline.inference.types import InferenceError, InferenceResult, ServerError
 
@@ -55,7 +57,8 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    with gc_paused():
+        return getattr(import_module(_MODULES[name]), name)
 
 
 class _Alias(ModuleType):

@@ -29,6 +29,7 @@ from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_check import check_writer
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
@@ -178,7 +179,8 @@ class InferenceRunner(CarriesCode):
             Preempted, or whatever the old signal handlers raise: a stop was requested, see ``process/preemption.py``.
         """
         event_loop.refuse_nested("InferenceRunner.run")
-        from datatrove_ckpt.generation.rank import run_rank  # half of the package, and aiohttp
+        with gc_paused():
+            from datatrove_ckpt.generation.rank import run_rank  # half of the package
 
         self.stats = Stats(str(self))  # datatrove may have run another rank with this step
         run_rank(self, data, rank, world_size)

@@ -18,6 +18,7 @@ from importlib import import_module
 from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.redaction import redact
 
 
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
     """The function for "module:function"; the module is imported now."""
     module, _, function = name.partition(":")
-    handler: Callable[[argparse.Namespace], int] = getattr(import_module(f"datatrove_ckpt.cli.{module}"), function)
+    with gc_paused():
+        handler: Callable[[argparse.Namespace], int] = getattr(import_module(f"datatrove_ckpt.cli.{module}"), function)
     return handler
 
 

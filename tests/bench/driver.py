@@ -66,7 +66,7 @@ class Bench:
         return self.run(system, documents, latency, input=count, stop_after=documents, concurrency=concurrency)
 
     def report(self) -> None:
-        """The table of docs/benchmarks.md, README's figures, and results.svg."""
+        """The table of docs/benchmarks.md, and README's figures."""
         from tests.bench.report import write_report
 
         write_report(self)

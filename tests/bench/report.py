@@ -1,7 +1,6 @@
-"""The table of docs/benchmarks.md, README's figures and the picture: measured together, in some twelve minutes.
+"""The table of docs/benchmarks.md and README's figures: measured together, in some twelve minutes.
 
-``results.svg`` lies beside this file. The table, and README's figures, which are taken from it, stand between two
-comments.
+The table, and README's figures, which are taken from it, stand between two comments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench import tables
 from tests.bench.measure import ROOT, Result, interleaved, median, ratio, wrong
-from tests.bench.picture import Panel, draw
 
 if TYPE_CHECKING:
     from tests.bench.driver import Bench
@@ -41,7 +39,6 @@ def write_report(bench: Bench) -> None:
     rows = [*_speed_rows(flat, waiting), *_own_rows(cost, grown, watched)]
     lost = {name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()}
     _write_table(rows, f"{os.cpu_count()} cores; requests lost or repeated: {_losses(lost)}")
-    _write_picture(flat, waiting)
 
 
 def _compare(bench: Bench, latency: float, concurrency: int, count: int, systems: list[str], times: int) -> Results:
@@ -130,22 +127,3 @@ def _replace(path: Path, text: str) -> None:
     if not end:
         raise SystemExit(f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there.")
     path.write_text(before + start + text + end + after)
-
-
-def _write_picture(flat: Results, waiting: dict[int, Results]) -> None:
-    names = ["ours", "bare", "datatrove"]
-
-    def group(results: Results, key: str) -> dict[str, float | None]:
-        return {_NAMES[name]: median(results[name], key) if name in results else None for name in names}
-
-    shares = [
-        (f"{concurrency:,} at once", {_NAMES[name]: _share(results, name, concurrency) for name in names})
-        for concurrency, results in waiting.items()
-    ]
-    panels = [
-        Panel("Documents per second, the server answers at once", "/s", [("256 at once", group(flat, "rate"))]),
-        Panel("CPU seconds per 1000 documents", "s", [("256 at once", group(flat, "cpu_per_1000"))]),
-        Panel("Share of the ideal rate, the server takes 200 ms", "%", shares, full=100),
-    ]
-    picture = draw("20,000 documents of 2 kB, checkpoints on disk (the bare loop has none)", panels)
-    (Path(__file__).parent / "results.svg").write_text(picture)

@@ -8,12 +8,11 @@ import pytest
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.cli.status import cut, frame
-from datatrove_ckpt.cli.status_text import Style, describe, figure, percent, short
+from datatrove_ckpt.cli.status_text import Style, describe
 from datatrove_ckpt.maintenance.read_state import add_up
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 PLAIN = Style()
-ASCII = Style(unicode=False)
 
 
 def run_of(number: int, troubled: int = 0) -> RunState:
@@ -25,19 +24,6 @@ def run_of(number: int, troubled: int = 0) -> RunState:
     for rank in ranks[number - troubled :]:
         rank.trouble, rank.reason = "slow", "0.1 documents/s; the median of 9 ranks is 1"
     return RunState("c", False, now, newest=now - 5, ranks=ranks, totals=add_up(ranks, now))
-
-
-def test_figures() -> None:
-    assert [figure(value) for value in (0, 0.1234, 12.34, 123.4, 12345.6)] == ["0", "0.123", "12.3", "123", "12,346"]
-    assert [short(value) for value in (0, 99999, 123456, 1234567, 1.5e9)] == ["0", "99,999", "123 k", "1.23 M", "1.5 G"]
-    assert [percent(value) for value in (0, 0.5, 0.99999, 1)] == ["0.0 %", "50.0 %", "99.9 %", "100.0 %"]
-
-
-def test_a_bar_has_its_width() -> None:
-    shares = (0.0, 0.0001, 0.3, 0.9999, 1.0, 2.0)
-    assert {len(style.bar(share, 10)) for style in (PLAIN, ASCII) for share in shares} == {10}
-    assert ASCII.bar(0.5, 10) == "#####-----"
-    assert PLAIN.bar(1.0, 10) == "█" * 10
 
 
 def test_a_line_is_cut_to_the_width_of_the_terminal_but_not_in_an_escape_sequence() -> None:

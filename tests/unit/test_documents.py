@@ -225,8 +225,7 @@ def finished_document(text: str, id: str, found: list[Any], metadata: dict[str, 
 def check_finished(document: Document) -> bytes:
     """It comes back as it was, and the line that is known of it is that of datatrove's writer."""
     data = encode_finished(document, KEY)
-    back = decode(data)
-    assert repr(back) == repr(decode(encode(document)))
+    assert repr(decode(data)) == repr(decode(encode(document)))
     assert repr(decode_plain(data)) == repr(decode_plain(encode(document)))
     if (line := line_of(data)) is not None:
         written = io.BytesIO()

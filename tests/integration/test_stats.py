@@ -167,8 +167,7 @@ def test_an_old_checkpoint_gives_totals_and_says_what_is_not_known(
     steps = pipeline(tmp_path, server)
     run(steps)
     inference = steps[-1].stats.stats
-    expected = sum(len(question.split()) for question in server.asked)
-    assert inference["prompt_tokens"].total == expected
+    assert inference["prompt_tokens"].total == sum(len(question.split()) for question in server.asked)
     assert inference["documents_processed"].total == inference["successful_requests"].total == 12
     assert f"{2 * len(lines)} documents of 12 were finished by datatrove's own runner, or by an earlier" in "".join(log)
     assert "count this attempt only" in "".join(log)

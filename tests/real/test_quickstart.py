@@ -72,7 +72,7 @@ def kept(checkout: Path) -> set[str]:
         journal = ChunkJournal(path, 0)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == len(journal.recovered)
-        texts.update(line["document"]["metadata"]["rollout_results"][0]["$py"][1]["text"] for line in lines)
+        texts.update(line["document"]["metadata"]["rollout_results"][0]["text"] for line in lines)
     connection = sqlite3.connect(copy / "replay.sqlite3")
     texts.update(json.loads(row[0])["text"] for row in connection.execute("SELECT result FROM request_cache"))
     connection.close()

@@ -82,8 +82,9 @@ def encode_finished(document: Document, key: str) -> bytes:
     plain objects, and a last field, "$results", names the key.
     """
     text, results = document.text, document.metadata[key]
-    strings = isinstance(text, str) and isinstance(document.id, str) and isinstance(document.metadata, dict)
-    if strings and text and document.id and document.media == [] and {*map(type, results)} == {InferenceResult}:
+    has_types = isinstance(text, str) and isinstance(document.id, str) and isinstance(document.metadata, dict)
+    has_types = has_types and isinstance(document.media, list) and {*map(type, results)} == {InferenceResult}
+    if has_types and text and document.id and not document.media:  # JsonlWriter leaves out what is empty
         metadata = {**document.metadata, key: [_fields(result) for result in results]}
         fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
         try:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.documents import decode, decode_plain, encode, encode_finished, fingerprint, is_plain, line_of
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.adapter import decode_for
+from datatrove_ckpt.output.adapter import decode_for, write_for
+from datatrove_ckpt.output.names import FileNames
 
 
 def through(value: Any) -> Any:
@@ -252,6 +253,21 @@ def test_of_a_usual_document_the_line_is_known(metadata: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_of_any_other_document_it_is_not(name: str) -> None:
     assert line_of(check_finished(finished_document(*UNUSUAL[name]))) is None
+
+
+def test_a_finished_document_is_checked_like_any_other() -> None:
+    with pytest.raises(DocumentNotSerializable, match="its text is of type list"):
+        encode_finished(finished_document(["text"], "id", USUAL, {}, []), KEY)  # type: ignore[arg-type]
+
+
+def test_a_writer_object_with_names_of_its_own_gets_each_document(tmp_path: Path) -> None:
+    writer = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}", None)
+    writer._get_output_filename = lambda document, *rank, **fields: f"{document.id}.jsonl"
+    FileNames(writer, 0).use_in(writer)
+    write = write_for(writer, decode_for(writer), rank=0, chunk_index="0")
+    for name in ("a", "b"):
+        write(encode_finished(finished_document("text", name, USUAL, {}, []), KEY))
+    assert set(writer.output_mg.get_open_files()) == {"a.jsonl", "b.jsonl"}
 
 
 def test_other_adapters_are_left_alone(tmp_path: Path) -> None:

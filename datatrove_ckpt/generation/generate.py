@@ -106,7 +106,6 @@ class Requests:
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
 
     def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
-        self.count = 0
         self.last_hash = ""
         self.last_payload: Payload = {}
         self.failed = 0
@@ -159,7 +158,6 @@ class Requests:
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
         body = trim(orjson.dumps(payload, option=_PAYLOAD))
         self.last_hash, self.last_payload = key.payload_hash, payload
-        self.count += 1
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
@@ -239,7 +237,8 @@ def summarize(
     ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int
 ) -> Finished:
     """A finished document with what it took. ``kept``: number of rollouts with a result."""
-    tokens, counts = requests[0].tokens, [each.count for each in requests]
+    # One that was cancelled with its rollout counts for nothing: it may never have been sent.
+    tokens, counts = requests[0].tokens, [len(each.tokens) // 2 + each.failed for each in requests]
     failed, cut_off, empty = requests[0].failed, requests[0].cut_off, requests[0].empty
     for each in requests[1:]:
         tokens = tokens + each.tokens

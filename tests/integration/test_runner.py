@@ -253,6 +253,14 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path)
     assert server.asked == {"text 0": 1, "text 1": 2}
 
 
+def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted(tmp_path: Path) -> None:
+    one_by_one = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
+    with FakeServer(status=rejects(["text 0"])) as server:
+        step = runner(tmp_path, server, skip_bad_requests=True, config=one_by_one)
+        step.run(documents(1))
+    assert step.stats["requests"].total == len(server.payloads) == 1
+
+
 def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(tmp_path: Path) -> None:
     fail = [True]
     turns = iter(range(100))

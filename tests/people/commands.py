@@ -27,12 +27,14 @@ class Ended:
         code: its exit code; -n if signal n ended it; None if it did not end in time, and was killed.
         terminal: what it wrote to stdout and stderr.
         seconds: time from the start to the end.
+        is_cut: the terminal is a file, too, and has reached the size that no file may exceed.
     """
 
     argv: list[str]
     code: int | None
     terminal: str
     seconds: float
+    is_cut: bool
 
 
 def error_of(ended: Ended) -> str:
@@ -44,8 +46,9 @@ def error_of(ended: Ended) -> str:
 class Running:
     """A command under way, the leader of its own process group."""
 
-    def __init__(self, argv: list[str], process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, argv: list[str], process: subprocess.Popen[bytes], log: Path, file_size: int | None) -> None:
         self._argv = argv
+        self._file_size = file_size
         self._process = process
         self._log = log
         self._started_at = time.monotonic()
@@ -68,7 +71,8 @@ class Running:
             self.signal()
         code = self._process.wait()
         seconds = time.monotonic() - self._started_at
-        return Ended(self._argv, code if in_time else None, self._log.read_text(errors="replace"), seconds)
+        is_cut = self._log.stat().st_size == self._file_size
+        return Ended(self._argv, code if in_time else None, self._log.read_text(errors="replace"), seconds, is_cut)
 
 
 class Commands:
@@ -115,5 +119,5 @@ class Commands:
                 stderr=terminal,
                 start_new_session=True,
             )
-        self._started.append(Running(argv, process, log))
+        self._started.append(Running(argv, process, log, file_size))
         return self._started[-1]

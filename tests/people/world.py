@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -157,9 +158,8 @@ class World:
     # The folder ------------------------------------------------------------------------------------------------------
 
     def output_files(self) -> list[Path]:
-        return sorted(
-            path for path in self.output.glob("**/*.jsonl") if not path.is_relative_to(self.output / _STAGING)
-        )
+        files = (Path(folder) / name for folder, _, names in os.walk(self.output) for name in names)
+        return sorted(path for path in files if path.suffix == ".jsonl" and _STAGING not in path.parts)
 
     def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
         """New documents. Lengths vary widely, so that no two files have one size by chance."""
@@ -293,7 +293,7 @@ class World:
         for end in ended:
             check_end(end)
         for settings, end in zip(jobs, ended, strict=True):
-            if end.code == 0:
+            if end.code == 0 and not end.is_cut:
                 self.tally.successes += 1
                 truth = self.truth(settings)
                 least, most = truth.requests

@@ -32,9 +32,8 @@ from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.shared_context import shared_arguments
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared
-from datatrove_ckpt.inference.servers.multi_node import follow_head
+from datatrove_ckpt.inference.servers.connect import check_servers, connect
 from datatrove_ckpt.inference.servers.nodes import Nodes
-from datatrove_ckpt.inference.servers.pool import check_servers, connect
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
@@ -66,6 +65,8 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
         with one_rank(preemption.shutdown), gc_tuned():
             if nodes.rank > 0:  # only the head node reads and writes
+                from datatrove_ckpt.inference.servers.multi_node import follow_head
+
                 asyncio.run(follow_head(step.config, rank, nodes, preemption.shutdown))
             else:
                 _Run(step, data or [], world_size, preemption).lead(rank)

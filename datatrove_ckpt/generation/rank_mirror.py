@@ -1,4 +1,4 @@
-"""The mirror of a rank's checkpoint, as its step names it."""
+"""The mirror of a rank's checkpoint, as its step names it. What it needs is imported where there is one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.mirror.changing import upload_finished_ranks
-from datatrove_ckpt.mirror.job import join_mirrored_job, newest_manifest
-from datatrove_ckpt.mirror.mirror import RemoteMirror
-from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.process.preemption import Preemption
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
 def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
     """Copies from the mirror the parts of the checkpoint that this node does not have."""
     if step.checkpoints_remote_dir is not None:
+        from datatrove_ckpt.mirror.restore import restore_rank
+
         with preemption.interruptible():
             restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
 
@@ -33,6 +35,8 @@ def naming_mirror(step: Step) -> Iterator[None]:
     except CheckpointCorrupt as error:
         named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
         if step.checkpoints_remote_dir is not None and named is not None:
+            from datatrove_ckpt.mirror.job import newest_manifest
+
             folder = Path(named[0])
             with suppress(OSError, CkptError):
                 found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
@@ -47,6 +51,8 @@ def naming_mirror(step: Step) -> Iterator[None]:
 def mirror_finished_ranks(step: Step, root: Path) -> None:
     """Uploads the finished ranks that the mirror lacks, if there is one. See ``upload_finished_ranks``."""
     if step.checkpoints_remote_dir is not None:
+        from datatrove_ckpt.mirror.changing import upload_finished_ranks
+
         upload_finished_ranks(step.checkpoints_remote_dir, root)
 
 
@@ -60,6 +66,9 @@ def open_mirror(
     """
     if (remote := step.checkpoints_remote_dir) is None:
         return None
+    from datatrove_ckpt.mirror.job import join_mirrored_job
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
+
     shared: dict[str, bytes] = {}
     if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
         with preemption.interruptible():

@@ -7,5 +7,5 @@ Two rooms, of which the second imports the first, never the other way round:
 
 Neither of them touches a checkpoint, and neither imports datatrove, whose import would slow down each server that we
 start as a process. Besides each other they import ``config``, ``redaction``, ``backoff`` and ``errors`` only. Start at
-``servers/pool.py``: its ``connect`` is what the runner calls.
+``servers/connect.py``: its ``connect`` is what the runner calls.
 """

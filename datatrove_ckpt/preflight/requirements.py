@@ -12,7 +12,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.inference.servers.pool import check_servers
+from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.runner import InferenceRunner
 

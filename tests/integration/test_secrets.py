@@ -24,7 +24,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, RequestRejected
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers.pool import connect
+from datatrove_ckpt.inference.servers.connect import connect
 from tests.unit.test_client import BODY, Reply, answer, chat, http, never, reset, serving, then_close
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"

@@ -1,6 +1,7 @@
 """Opens and closes what a rank's ``monitoring`` asks for: the metrics' port and file, and tracking.
 
-Nothing here may end or hold up a run. What cannot be served, written or sent is logged once, and tried again.
+What each needs is imported where it is asked for. Nothing here may end or hold up a run. What cannot be served, written
+or sent is logged once, and tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
@@ -25,18 +26,16 @@ from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
-from datatrove_ckpt.generation.export import prometheus
-from datatrove_ckpt.generation.export.metrics import RankLabels, Snapshot
-from datatrove_ckpt.generation.export.metrics_file import MetricsFile
-from datatrove_ckpt.generation.export.metrics_port import metrics_port
-from datatrove_ckpt.generation.export.tracked_runs import JobSettings
-from datatrove_ckpt.generation.export.tracking import tracking
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.rank_history import RankHistory
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.redaction import shown
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.generation.export.metrics import RankLabels, Snapshot
+    from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 
 # Seconds that the end of a rank waits until its last minute is sent.
 _DONE_SECONDS = 30.0  # with time for the report
@@ -52,6 +51,8 @@ def check_monitoring(config: MonitoringConfig) -> None:
         ConfigError: what is missing, and what to do.
     """
     if config.wants_metrics:
+        from datatrove_ckpt.generation.export import prometheus
+
         prometheus.check_installed()
     if config.metrics_file is not None:
         expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0"))
@@ -79,6 +80,12 @@ def open_exports(
 
 
 def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
+    from datatrove_ckpt.generation.export import prometheus
+    from datatrove_ckpt.generation.export.metrics import RankLabels
+    from datatrove_ckpt.generation.export.metrics_file import MetricsFile
+    from datatrove_ckpt.generation.export.metrics_port import metrics_port
+    from datatrove_ckpt.generation.export.tracking import tracking
+
     config = runner.monitoring
     output = runner.output_writer.output_folder.resolve_paths("")
     root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
@@ -151,6 +158,8 @@ class Exports:
 
 
 def _job_settings(runner: Step, world_size: int, root: Path, run: str) -> JobSettings:
+    from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+
     config, writer = runner.monitoring, runner.output_writer
     uri = config.mlflow_uri
     if uri is not None and ":" not in uri and uri != "databricks":

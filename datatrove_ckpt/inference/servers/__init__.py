@@ -1,8 +1,9 @@
 """Model servers: command lines, start, readiness, health, restart, GPUs, several nodes.
 
-It may import ``inference.client``, ``config``, ``redaction``, ``backoff`` and ``errors``. Start at ``pool.py``, whose
-``connect`` gives the runner a client that is ready. From there:
+It may import ``inference.client``, ``config``, ``redaction``, ``backoff`` and ``errors``. Start at ``connect.py``,
+whose ``connect`` gives the runner a client that is ready. From there:
 
+    pool.py                       the servers that one rank launches
     supervisor.py                 keeps one server running: notices that it died or hangs, and restarts it
     server.py, endpoint.py        start and stop one server process; or wait for a server that runs already
     engines.py, installed.py      command lines of vLLM, SGLang, llama.cpp and others; what they need on this machine

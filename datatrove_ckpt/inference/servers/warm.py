@@ -31,17 +31,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
-from datatrove_ckpt.inference.servers.engines import engine_command
-from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.inference.servers.server import InferenceServer
 
 IDLE_SECONDS = 30.0
 """How long servers wait for a rank of this process."""
@@ -103,6 +104,8 @@ def server_settings(config: InferenceConfig) -> Settings:
     Raises:
         ConfigError, ServerStartFailed: see ``engine_command``.
     """
+    from datatrove_ckpt.inference.servers.engines import engine_command
+
     command = engine_command(config, _PORT, Key(""))
     model = config.model_name_or_path
     script = str((config.model_kwargs or {})["server_script"]) if config.server_type == "custom" else ""

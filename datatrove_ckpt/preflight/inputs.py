@@ -182,7 +182,7 @@ def _check_reader(
     if changes.ranks:
         changes.added -= then.keys()
         raise CheckpointMismatch(_message(reader, changes, {*range(executor.world_size)} <= records.keys() - resuming))
-    touched = sum(then[name].modified != now[name].modified for name in then)
+    touched = sum(then[name].modified != now[name].modified for name in differences)
     if touched:
         logger.warning(
             f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "

@@ -249,6 +249,9 @@ def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: 
     job(paths_file=str(paths))  # a file that is not in the list
     (tmp_path / "documents/1.jsonl").unlink()
     assert "removed: '1.jsonl'" in job(paths_file=str(paths), code=1).err
+    shutil.rmtree(tmp_path / "logs")  # then no rank counts as completed, and each looks itself
+    paths.write_text("0.jsonl\n")
+    assert "has changed" in job(paths_file=str(paths), code=1).err
 
 
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: Path) -> None:

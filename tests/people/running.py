@@ -89,6 +89,8 @@ def run_while_output_changes(world: World, chance: random.Random) -> str:
 
 @action(run=True)
 def run_retry(world: World, chance: random.Random) -> str:
+    if world.history.began_with is not None and world.settings != world.history.began_with[0]:
+        return ""  # a retry may use another prompt, for its letters only
     world.history.exact_tokens = False  # a letter may have had answers, and its retry asks again
     return _said("run --retry-dead-letters", world.run(options=["--retry-dead-letters"]))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -20,6 +20,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.journal import Took
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, is_seconds, may_be_torn, scan_lines, seal
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
@@ -122,6 +123,13 @@ class DocumentCounts:
             self.answers += ends[0]
             self.cut_off += ends[1]
             self.empty += ends[2]
+
+    def count_all(self, documents: Sequence[Took]) -> None:
+        """Adds documents."""
+        outcomes = [outcome for outcome, _, _ in documents]
+        sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))
+        written, dead = outcomes.count("written"), outcomes.count("dead")
+        self.add(DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums))
 
     def add(self, other: DocumentCounts) -> None:
         for name in self.__slots__:

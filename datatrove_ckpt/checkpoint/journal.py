@@ -16,14 +16,14 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Line, is_count, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
@@ -37,6 +37,8 @@ JOURNAL_ADVICE = (
 )
 """What to do about a damaged journal."""
 _OUTCOMES = get_args(Outcome)
+_HEAD = b'{"ordinal":%d,"outcome":"%s","input":"%s","requests":%d,"prompt_tokens":%d,"completion_tokens":%d'
+_ENDS = b',"ends":[%d,%d,%d]'
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
 # Lines with a gap of fewer bytes than this between them are read in one call, together with the gap.
@@ -60,6 +62,10 @@ class Work(NamedTuple):
         numbers = (self.kept, self.failed, *self.rollouts, *self.tokens)
         if not all(is_count(number) for number in numbers) or len(self.tokens) % 2:
             raise ValueError("what the document took is damaged")
+
+
+Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None]
+"""What is counted of a finished document: ``outcome``, ``numbers`` and ``work`` of ``Finished``."""
 
 
 @dataclass(slots=True)
@@ -93,23 +99,20 @@ class Finished:
         """For ``DocumentCounts.count``."""
         return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
 
+    @property
+    def took(self) -> Took:
+        return self.outcome, self.numbers, self.work
+
     def to_line(self) -> bytes:
-        fields: Json = {
-            "ordinal": self.ordinal,
-            "outcome": self.outcome,
-            "input": self.fingerprint,
-            "requests": self.requests,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
-        if any(self.ends):
-            fields["ends"] = self.ends
+        names = self.outcome.encode(), self.fingerprint.encode()  # neither needs an escape
+        head = _HEAD % (self.ordinal, *names, self.requests, self.prompt_tokens, self.completion_tokens)
+        if self.ends != (0, 0, 0):
+            head += _ENDS % self.ends
         if self.work is not None:
-            fields["work"] = list(self.work)
+            head += b',"work":' + orjson.dumps(list(self.work))
         if self.seconds is not None:
-            fields["seconds"] = list(self.seconds)
-        head = orjson.dumps(fields)
-        return seal(b"%s%s%s}" % (head[:-1], _DOCUMENT, self.document))
+            head += b',"seconds":' + orjson.dumps(list(self.seconds))
+        return seal(b"%s%s%s}" % (head, _DOCUMENT, self.document))
 
     @classmethod
     def from_body(cls, body: bytes) -> Finished:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished, Took
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -146,15 +146,17 @@ class _WrittenDocuments:
     def _read(self) -> Generator[Finished, None, None]:
         counts, work, dead_letters = DocumentCounts(), WorkStats(), bytearray()
         self.counts, self.work, self.dead_letters = counts, work, dead_letters
+        took: list[Took] = []
         with closing(self._journal.read_in_order()) as documents:
             for finished in documents:
-                counts.count(finished.outcome, *finished.numbers)
-                work.count(finished)
+                took.append(finished.took)
                 if self._stopping.is_set():
                     raise Stopping
                 if finished.outcome == "dead":
                     dead_letters += finished.document + b"\n"
                 elif finished.outcome == "written":
                     yield finished
+        counts.count_all(took)
+        work.count(took)
         # The last moment before the caller publishes.
         self._fence.check(thorough=True)

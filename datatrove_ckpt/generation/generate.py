@@ -183,10 +183,16 @@ class Requests:
     async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
         rank = self._rank
         try:
-            completion = await self._complete(body)
+            self._answers.request_started()
+            try:
+                client = rank.client
+                completion = await (client.result() if client.done() else await asyncio.shield(client)).complete(body)
+            finally:
+                self._answers.request_finished()
         except RequestRejected as error:
             rank.observer.request_failed()
-            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
+            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
+                await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
             rank.observer.request_failed()
@@ -199,7 +205,8 @@ class Requests:
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         rank.observer.answered(completion)
-        await self._keep(key, Answer(_to_json(completion), None))
+        if self._keep(key, Answer(_to_json(completion), None)):
+            await rank.wait_for_storage()
         return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
 
     def _disproved(self, reason: str) -> RolloutServerError:
@@ -217,20 +224,11 @@ class Requests:
         self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
-    async def _complete(self, body: bytes) -> Completion:
-        self._answers.request_started()
-        try:
-            client = self._rank.client
-            return await (client.result() if client.done() else await asyncio.shield(client)).complete(body)
-        finally:
-            self._answers.request_finished()
-
-    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
-        # Queue the answer first, then wait: kill -9 would lose an answer that waits here outside of the queue.
+    def _keep(self, key: AnswerKey, answer: Answer) -> bool:
+        """Queues an answer. True: its request must wait for the storage. kill -9 would lose one that waits before."""
         rank, answers = self._rank, self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
-        if rank.checkpoint.congested:
-            await rank.wait_for_storage()
+        return rank.checkpoint.congested
 
 
 def summarize(

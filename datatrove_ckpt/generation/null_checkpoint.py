@@ -122,7 +122,7 @@ class OpenNullCheckpoint:
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
         self.counts.count(finished.outcome, *finished.numbers)
-        self.work.count(finished)
+        self.work.count([finished.took])
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
             self._queue.put((slot, finished))

@@ -42,7 +42,7 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
             line = Finished(number, outcome, "", b"null", *totals, Work(kept, failed, requests, tokens)).to_line()
             finished = Finished.from_body(unseal(line) or b"")
             counts.count(outcome, *totals)
-            chunk.count(finished)
+            chunk.count([finished.took])
         work.add(WorkStats.from_json(orjson.loads(orjson.dumps(chunk.to_json()))))
     stats = Stats("ours")
     fill_stats(stats, counts, work, Seconds(3.5, 4.5))

@@ -79,7 +79,7 @@ class Request:
 
     @property
     def is_quarantined(self) -> bool:
-        return bool(self.deaths) and self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
+        return self.deaths != [] and self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
 
     @property
     def must_run_alone(self) -> bool:
@@ -319,7 +319,7 @@ class Router:
 
     def admit(self) -> None:
         """Assign targets to requests that wait, while there are free ones."""
-        if self.closed:
+        if self._shutdown.is_requested:
             return
         if self._quarantine.was_used:
             self._admit_quarantined()
@@ -373,7 +373,7 @@ class Router:
 
     def _free(self) -> Target | None:
         """The least busy target that can take a request."""
-        if self._in_flight >= self._limit or self.closed:
+        if self._in_flight >= self._limit or self._shutdown.is_requested:
             return None
         return _least_busy([t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit])
 

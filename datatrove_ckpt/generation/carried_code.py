@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, Self
 
-from datatrove.executor import SlurmPipelineExecutor
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
@@ -62,6 +61,8 @@ class CarriesCode(Step):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Without what only a pickle needs: modules among the names of the script cannot be copied."""
+        from datatrove.executor import SlurmPipelineExecutor
+
         if any(isinstance(outer, SlurmPipelineExecutor) for outer in memo.values()):
             self._check_submission()
         copied = memo[id(self)] = type(self).__new__(type(self))

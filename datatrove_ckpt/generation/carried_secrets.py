@@ -19,8 +19,6 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import dill  # type: ignore[import-untyped]
-
 from datatrove_ckpt.generation.run_identity import CodeIdentity
 from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
@@ -50,6 +48,8 @@ def secrets_in(name: str, value: Any) -> list[str]:
     """
     if _holds(name, value):
         return [name]
+    import dill  # type: ignore[import-untyped]
+
     look = _Look(name)
     sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
     pickler = dill.Pickler(sink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -148,6 +149,15 @@ def pytest_unconfigure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     forked.Popen.is_allowed = item.get_closest_marker("real_process") is None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,7 +30,20 @@ from datatrove_ckpt.errors import DocumentFailed, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3_job
-from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
+from tests.real.s3 import (
+    KEY,
+    READER,
+    READER_SECRET,
+    SECRET,
+    Bucket,
+    Relay,
+    Request,
+    Weed,
+    end,
+    environment,
+    in_this_environment,
+    python,
+)
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
@@ -55,14 +68,10 @@ def bucket(weed: Weed, request: pytest.FixtureRequest) -> Bucket:
 @pytest.fixture
 def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     """Where this process's clients, and those it starts, find S3."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     running = Relay(weed.port)
-    for name, value in environment(running.url).items():
-        monkeypatch.setenv(name, value)
+    in_this_environment(monkeypatch, running.url)
     monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
     monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
-    s3fs.S3FileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     yield running
     running.stop()

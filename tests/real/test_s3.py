@@ -29,21 +29,8 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.real import s3_job
-from tests.real.s3 import (
-    KEY,
-    READER,
-    READER_SECRET,
-    SECRET,
-    Bucket,
-    Relay,
-    Request,
-    Weed,
-    end,
-    environment,
-    in_this_environment,
-    python,
-)
+from tests.real import s3, s3_job
+from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
@@ -69,7 +56,7 @@ def bucket(weed: Weed, request: pytest.FixtureRequest) -> Bucket:
 def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     """Where this process's clients, and those it starts, find S3."""
     running = Relay(weed.port)
-    in_this_environment(monkeypatch, running.url)
+    s3.in_this_environment(monkeypatch, running.url)
     monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
     monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
     DataFolder.clear_instance_cache()

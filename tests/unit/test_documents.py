@@ -119,7 +119,7 @@ texts = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
     lambda inner: st.lists(inner) | st.dictionaries(texts | st.just("$py"), inner),
-    max_leaves=20,
+    max_leaves=12,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -107,9 +108,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
 
 
-@pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark ``matrix``, all rows but the first are slow."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
+    """Of a test with the mark ``matrix``, all rows but the first are slow. Groups are those of pytest-xdist.
+
+    It gives a test of a group a new ``_nodeid``, which pytest reads no more since 9.2 (pytest-xdist's issue 1386): each
+    worker would import, parse and run what one does for a whole group.
+    """
     begun: set[str] = set()
     for item in items:
         if item.get_closest_marker("matrix") is not None:
@@ -117,6 +122,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if test in begun:
                 item.add_marker("slow")
             begun.add(test)
+    found = yield
+    for item in items:
+        with_group = getattr(item, "_nodeid", item.nodeid)
+        if with_group != item.nodeid:
+            item._id = type(item.id).parse(with_group)  # type: ignore[attr-defined]
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
@@ -148,6 +159,15 @@ def pytest_unconfigure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     forked.Popen.is_allowed = item.get_closest_marker("real_process") is None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:

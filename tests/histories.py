@@ -5,15 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.clock import Seconds
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
     End,
+    InputPosition,
     Progress,
     Record,
     ServerEvent,
     Spread,
     Start,
+    WorkCounts,
     parse_history,
 )
+
+
+def progress(documents: int = 7, at: float = 0.0, attempt: int = 1) -> Progress:
+    """One in which each number is another, of a rank in the middle of its work."""
+    own = WorkCounts(documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, {"timeout": 2, "HTTP 503": 3})
+    return Progress(
+        at=at,
+        attempt=attempt,
+        seconds=Seconds(8.5, 9.5),
+        documents=DocumentCounts(40, 35, 3, 2, 60, 500, 250),
+        chunks=4,
+        total=own,
+        own=own,
+        in_flight=5,
+        waiting=6,
+        in_work=8,
+        position=InputPosition(25, 100, "bytes"),
+    )
 
 
 @dataclass(slots=True)

@@ -53,6 +53,16 @@ def rejects(texts: Collection[str], status: int = 400) -> Callable[[dict[str, An
     return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
 
+class Budget:
+    """For a server: it refuses its key, which stops a rank, when so many requests are answered."""
+
+    left = 0
+
+    def __call__(self, payload: Any, times: int) -> int | None:
+        self.left -= 1
+        return None if self.left >= 0 else 403
+
+
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:
     settings: dict[str, Any] = {"model_name_or_path": "fake", "server_patience_seconds": 60.0, **changes}
     return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)

@@ -1,8 +1,22 @@
-"""What tests ask of processes that are not their children, and programs that stand in for others."""
+"""Programs that tests start, and some that stand in for others; what tests ask of processes not their children."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def run(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+    """To its end, whatever its exit code; with what it wrote, as text."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
+
+
+def start(command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
+    """In a session of its own, so that it can be killed with its children; its errors are part of its output."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, **both, text=True, start_new_session=True, **settings)
 
 
 def is_alive(pid: int) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.jobs import documents, ids, rows, runner
 from tests.unit.test_identity import load
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -129,10 +130,7 @@ if __name__ == "__main__":
 def test_a_script_that_was_edited_after_a_kill_is_refused_and_the_edited_definition_named(tmp_path: Path) -> None:
     def run(stop_at: str = "") -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "STOP_AT": stop_at}
-        command = [sys.executable, "-B", "script.py"]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
-        )
+        return processes.run([sys.executable, "-B", "script.py"], cwd=tmp_path, env=environment, timeout=600)
 
     original = {"script.py": SCRIPT, "prompts.py": 'PROMPTS = {"say": "Say "}\n'}
     edits = {

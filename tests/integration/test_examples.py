@@ -10,7 +10,6 @@ import random
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.parsers import OVERRIDES_HELP, make_parser
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.commands import Command
 from tests.jobs import rows as written_rows
 from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_examples
@@ -77,15 +77,9 @@ def on_one_core() -> None:
 def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
-    ended = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=folder,
-        env={**os.environ, "TMPDIR": str(ram)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-        preexec_fn=on_one_core,
+    environment = {**os.environ, "TMPDIR": str(ram)}
+    ended = processes.run(
+        [sys.executable, "example.py"], cwd=folder, env=environment, timeout=550, preexec_fn=on_one_core
     )
     assert ended.returncode == 0, ended.stderr
     if "SmolLM2" in block.text:  # README's
@@ -247,9 +241,7 @@ def _run_export(line: str) -> None:
     variable = line.split()[1].partition("=")[0]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = f'{line}\nprintf %s "${variable}"'
-    ended = subprocess.run(
-        ["bash", "-ec", script], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-    )
+    ended = processes.run(["bash", "-ec", script], env={**os.environ, "PATH": path})
     assert len(ended.stdout) == 32, line
 
 

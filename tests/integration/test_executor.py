@@ -32,6 +32,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
 from tests.jobs import runner
 from tests.yaml_jobs import write_tasks
 
@@ -277,9 +278,7 @@ async def ask(document, generate):
 
 
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "script.py", *arguments], cwd=folder, capture_output=True, text=True, timeout=500, check=False
-    )
+    return processes.run([sys.executable, "script.py", *arguments], cwd=folder, timeout=500)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.jobs import ask, config, documents, ids, runner, writer
 from tests.patience import until, until_async
 
@@ -245,9 +246,7 @@ except Exception as error:
     sys.exit(f"ended: {{error}}")
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = processes.run([sys.executable, "-c", code], cwd=root, timeout=400)
     assert "ended: Document 'id 0'" in done.stderr
 
 

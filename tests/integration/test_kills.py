@@ -25,6 +25,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
 from tests.histories import read_history
 from tests.yaml_jobs import write_tasks
 
@@ -86,13 +87,7 @@ class Job:
     def start(self, url: str = "") -> subprocess.Popen[str]:
         """Starts it, with this server instead of the job's if one is given."""
         arguments = [str(self.folder), url or self._url, self._kind, self._tasks]
-        return subprocess.Popen(
-            [sys.executable, str(self.folder / "job.py"), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        return processes.start([sys.executable, str(self.folder / "job.py"), *arguments])
 
     def finish(self, process: subprocess.Popen[str]) -> int:
         try:

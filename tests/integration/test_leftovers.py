@@ -209,18 +209,15 @@ def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) 
     assert not path.exists()
 
 
-def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datatrove_ckpt.inference.servers.server import InferenceServer
 
-    async def play() -> None:
-        async with InferenceServer(InferenceConfig("dummy", "m"), 0) as server:
-            (path,) = records()
-            kept = json.loads(path.read_text())
-            assert kept["guardian"][0] == server._process.pid
-            assert path.stat().st_mode & 0o077 == 0
-        assert not records()
-
-    asyncio.run(play())
+    async with InferenceServer(InferenceConfig("dummy", "m"), 0) as server:
+        (path,) = records()
+        kept = json.loads(path.read_text())
+        assert kept["guardian"][0] == server._process.pid
+        assert path.stat().st_mode & 0o077 == 0
+    assert not records()
 
 
 def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:

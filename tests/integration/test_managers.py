@@ -15,6 +15,7 @@ import pytest
 
 from datatrove_ckpt.inference.servers.guardian import descendants, kill_session, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
 from tests.kept import until_kept
 from tests.patience import Patience, until
@@ -84,14 +85,8 @@ class Script:
     ) -> None:
         self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
-        self.popen = subprocess.Popen(
-            [sys.executable, "script.py", server.url, str(drain), str(workers), method, *options],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        arguments = [server.url, str(drain), str(workers), method, *options]
+        self.popen = processes.start([sys.executable, "script.py", *arguments], cwd=folder)
         deadline = time.monotonic() + 300
         while len(server.payloads) < 3 * workers:
             if self.popen.poll() is not None or time.monotonic() > deadline:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,20 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
         assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
+def run_in_turn(folder: Path, server: FakeServer, rollout: Any, number: int, *of: int, **settings: Any) -> None:
+    """Documents one after another, to the end or, where the rollout is not ``ask``, to a failure."""
+    in_turn = {"max_concurrent_documents": 1}
+    job = runner(folder, server, rollout, config=in_turn, accept_changes=True, **settings)
+    with nullcontext() if rollout is ask else pytest.raises(CkptError):
+        job.run(documents(number), *of)
+
+
 def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
     settings = MonitoringConfig(metrics_file=str(tmp_path / "${rank}.prom"))
     found = []
     with FakeServer() as server:
         for rollout in (fails_at(["id 5"]), ask):
-            job = runner(
-                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=settings,
-                accept_changes=True,
-            )  # fmt: skip
-            try:
-                job.run(documents(8))
-            except CkptError:
-                assert rollout is not ask
+            run_in_turn(tmp_path, server, rollout, 8, monitoring=settings)
             found.append(samples((tmp_path / "00000.prom").read_text(), run=tmp_path.name))
     first, second = found
     assert (first["rank_state failed"], second["rank_state done"]) == (1, 1)
@@ -278,14 +279,7 @@ TRACKED = MonitoringConfig(run_name="books", wandb_project="team/texts")
 def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, log: list[str], server: FakeServer) -> None:
     for rollout, rank in itertools.product((fails_at(["id 3"]), ask), (0, 1)):
         with no_tracking_left():  # as if each were a command of its own
-            job = runner(
-                tmp_path, server, rollout, config={"max_concurrent_documents": 1}, monitoring=TRACKED,
-                accept_changes=True,
-            )  # fmt: skip
-            try:
-                job.run(documents(5), rank, 2)
-            except CkptError:
-                assert rollout is not ask
+            run_in_turn(tmp_path, server, rollout, 5, rank, 2, monitoring=TRACKED)
     inits = made(calls, "init")
     assert len({(one["id"], one["project"], one["entity"], one["name"], one["resume"]) for one in inits}) == 1
     assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.jobs import ask, documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -29,9 +30,7 @@ def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[s
     """``datatrove-ckpt run`` of 200 documents, 200 at once, after ``ulimit LIMIT``."""
     write_job(folder, JOB.replace("URL", url), [f"text {n}" for n in range(200)])
     command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
-    return subprocess.run(
-        ["bash", "-c", command, sys.executable], cwd=folder, capture_output=True, text=True, timeout=400, check=False
-    )
+    return processes.run(["bash", "-c", command, sys.executable], cwd=folder, timeout=400)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ids, rows
+from tests import processes
+from tests.jobs import Budget, ids, rows
 from tests.processes import write_program
 
 pytestmark = [
@@ -109,31 +109,13 @@ class Cluster:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         paths = os.pathsep.join([str(self.folder / "site"), str(Path(__file__).parents[2])])
         path = os.pathsep.join([str(self.folder / "bin"), variables["PATH"]])
-        return subprocess.run(
-            command,
-            cwd=self.folder,
-            env={**variables, **environment, "PATH": path, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
+        variables |= {**environment, "PATH": path, "PYTHONPATH": paths}
+        return processes.run(command, cwd=self.folder, env=variables, timeout=600)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
-
-
-class Budget:
-    """A server refuses its key, which stops a rank, when so many requests are answered."""
-
-    def __init__(self) -> None:
-        self.left = 0
-
-    def __call__(self, payload: Any, times: int) -> int | None:
-        self.left -= 1
-        return None if self.left >= 0 else 403
 
 
 def edited(text: str) -> str:

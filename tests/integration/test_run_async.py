@@ -19,23 +19,16 @@ from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.patience import until_async
 
-TEST_SECONDS = 400.0
-
 
 def outputs(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
 
 
-def play(main: Any) -> Any:
-    """The main function on asyncio's own loop, with a limit that only a deadlock reaches."""
-    return asyncio.run(asyncio.wait_for(main, TEST_SECONDS))
-
-
-def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -> None:
+async def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -> None:
     expected = list(inspect.signature(theirs.InferenceRunner.run_async).parameters.values())
     ours = list(inspect.signature(InferenceRunner.run_async).parameters.values())
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [(one.name, one.default) for one in expected]
-    play(runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7))
+    await runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7)
     assert sorted(outputs(tmp_path)) == ["00007_chunk_00000.jsonl"]
 
 
@@ -51,53 +44,47 @@ def test_the_output_is_that_of_run(tmp_path: Path, new_loop: Callable[[], asynci
     assert len(outputs(tmp_path / "run")) == 3
 
 
-def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path) -> None:
-    async def main() -> None:
-        here, seen = asyncio.get_running_loop(), asyncio.Queue[str]()
-        others = asyncio.Event()
+async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path) -> None:
+    here, seen = asyncio.get_running_loop(), asyncio.Queue[str]()
+    others = asyncio.Event()
 
-        async def rollout(document: Document, generate: Any) -> Any:
-            assert asyncio.get_running_loop() is here
-            assert threading.current_thread() is threading.main_thread()
-            await seen.put(document.id)
-            await others.wait()
-            return await ask(document, generate)
+    async def rollout(document: Document, generate: Any) -> Any:
+        assert asyncio.get_running_loop() is here
+        assert threading.current_thread() is threading.main_thread()
+        await seen.put(document.id)
+        await others.wait()
+        return await ask(document, generate)
 
-        async def other() -> list[str]:
-            found = [await seen.get() for _ in range(4)]
-            others.set()
-            return found
+    async def other() -> list[str]:
+        found = [await seen.get() for _ in range(4)]
+        others.set()
+        return found
 
-        with FakeServer() as server:
-            step = runner(tmp_path, server, rollout)
-            _, found = await asyncio.gather(step.run_async(documents(4)), other())
-        assert sorted(found) == [f"id {index}" for index in range(4)]
-        assert step.stats.stats["documents_processed"].total == 4
-
-    play(main())
+    with FakeServer() as server:
+        step = runner(tmp_path, server, rollout)
+        _, found = await asyncio.gather(step.run_async(documents(4)), other())
+    assert sorted(found) == [f"id {index}" for index in range(4)]
+    assert step.stats.stats["documents_processed"].total == 4
     assert len(outputs(tmp_path)) == 2
 
 
-def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        both = asyncio.Barrier(2)
+async def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
+    both = asyncio.Barrier(2)
 
-        async def rollout(document: Document, generate: Any) -> Any:
-            await both.wait()
-            return await ask(document, generate)
+    async def rollout(document: Document, generate: Any) -> Any:
+        await both.wait()
+        return await ask(document, generate)
 
-        with FakeServer() as server:
-            step = runner(tmp_path, server, rollout)
-            other = runner(tmp_path, server, rollout)
-            await asyncio.gather(
-                step.run_async(documents(2), rank=0, world_size=2), other.run_async(documents(2), 1, world_size=2)
-            )
-
-    play(main())
+    with FakeServer() as server:
+        step = runner(tmp_path, server, rollout)
+        other = runner(tmp_path, server, rollout)
+        await asyncio.gather(
+            step.run_async(documents(2), rank=0, world_size=2), other.run_async(documents(2), 1, world_size=2)
+        )
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 
-def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, server: FakeServer) -> None:
+async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, server: FakeServer) -> None:
     fails = [True]
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -108,51 +95,45 @@ def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, server: F
 
     in_turn = {"max_concurrent_generations": 1}  # the failure cuts off no request of an earlier document
     with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
-        play(runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6)))
-    play(runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6)))
+        await runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6))
+    await runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6))
     assert max(server.asked[f"text {index}"] for index in range(4)) == 1
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 6
 
 
-def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> None:
-    async def main() -> None:
-        with FakeServer(hold_after=2) as server:
-            step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
-            running = asyncio.create_task(step.run_async(documents(9)))
-            await until_async(lambda: len(server.payloads) >= 5)
-            running.cancel()
-            await asyncio.sleep(0.2)  # a stop without a drain would be over
-            server.release()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            assert len(server.payloads) == 5
-            await runner(tmp_path, server).run_async(documents(9))
-            assert set(server.asked.values()) == {1}
-
-    play(main())
+async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> None:
+    with FakeServer(hold_after=2) as server:
+        step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
+        running = asyncio.create_task(step.run_async(documents(9)))
+        await until_async(lambda: len(server.payloads) >= 5)
+        running.cancel()
+        await asyncio.sleep(0.2)  # a stop without a drain would be over
+        server.release()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(server.payloads) == 5
+        await runner(tmp_path, server).run_async(documents(9))
+        assert set(server.asked.values()) == {1}
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 9
 
 
-def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
-    async def main() -> None:
-        with FakeServer(hold_after=4) as server:
-            step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
-            running = asyncio.create_task(step.run_async(documents(5)))
-            await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
-            running.cancel()
-            await until_async(lambda: any("a second cancellation ends the wait at once" in line for line in log))
-            assert not running.done()
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            for thread in threading.enumerate():
-                if thread.name == "rank 0":
-                    thread.join(300)
-                    assert not thread.is_alive()
-
-    play(main())
+async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
+    with FakeServer(hold_after=4) as server:
+        step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
+        running = asyncio.create_task(step.run_async(documents(5)))
+        await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
+        running.cancel()
+        await until_async(lambda: any("a second cancellation ends the wait at once" in line for line in log))
+        assert not running.done()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for thread in threading.enumerate():
+            if thread.name == "rank 0":
+                thread.join(300)
+                assert not thread.is_alive()
     with FakeServer() as server:
-        play(runner(tmp_path, server).run_async(documents(5)))
+        await runner(tmp_path, server).run_async(documents(5))
         assert dict(server.asked) == {"text 4": 1}
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
@@ -173,21 +154,18 @@ def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: P
     assert not server.payloads
 
 
-def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:
-    async def main() -> None:
-        asked, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
 
-        async def rollout(document: Document, generate: Any) -> Any:
-            asked.set()
-            await go_on.wait()
-            return await ask(document, generate)
+    async def rollout(document: Document, generate: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await ask(document, generate)
 
-        with FakeServer() as server:
-            first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
-            await asked.wait()
-            with pytest.raises(CheckpointLocked, match=r"^This very process works on this rank already"):
-                await runner(tmp_path, server, rollout).run_async(documents(1))
-            go_on.set()
-            await first
-
-    play(main())
+    with FakeServer() as server:
+        first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
+        await asked.wait()
+        with pytest.raises(CheckpointLocked, match=r"^This very process works on this rank already"):
+            await runner(tmp_path, server, rollout).run_async(documents(1))
+        go_on.set()
+        await first

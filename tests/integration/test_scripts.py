@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -27,14 +27,7 @@ def run_script(name: str, folder: Path, argument: str, **environment: str) -> st
     assert text.count(f"from {THEIRS} import") == 1
     script = folder / name
     script.write_text(text.replace(THEIRS, "datatrove_ckpt").replace(TYPES, "datatrove_ckpt"))
-    ended = subprocess.run(
-        [sys.executable, str(script), argument],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = processes.run([sys.executable, str(script), argument], cwd=folder, env={**os.environ, **environment})
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

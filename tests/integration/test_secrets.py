@@ -190,15 +190,12 @@ def forms() -> set[str]:
         pytest.param(start, False, marks=pytest.mark.slow),
     ],
 )
-def test_no_failure_shows_a_secret(
+async def test_no_failure_shows_a_secret(
     act: Callable[[InferenceConfig], Any], layer: str, user: bool, said: list[str]
 ) -> None:
-    async def play() -> None:
+    try:
         async with endpoint(layer, user) as config:
             await act(config)
-
-    try:
-        asyncio.run(play())
     except Exception as error:
         check(error, said)
     else:
@@ -207,13 +204,10 @@ def test_no_failure_shows_a_secret(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
-def test_a_rollout_that_gives_up_waiting_shows_no_secret(user: bool, said: list[str]) -> None:
-    async def play() -> None:
+async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user: bool, said: list[str]) -> None:
+    with pytest.raises(TimeoutError) as caught:
         async with endpoint("silent", user) as config:
             await complete_with_a_timeout_of_the_rollout(config)
-
-    with pytest.raises(TimeoutError) as caught:
-        asyncio.run(play())
     assert any("client.py" in line for line in said + list(_files(caught.value)))
     check(caught.value, said)
 
@@ -244,15 +238,11 @@ def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
     check(caught.value, said)
 
 
-def test_a_proxy_with_a_password_is_not_shown(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_with_a_password_is_not_shown(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{free_port()}")
-
-    async def play() -> None:
+    with pytest.raises(Exception, match="ClientProxyConnectionError") as caught:
         async with endpoint("silent", False) as config:
             await complete(config)
-
-    with pytest.raises(Exception, match="ClientProxyConnectionError") as caught:
-        asyncio.run(play())
     check(caught.value, said)
 
 
@@ -290,28 +280,20 @@ def test_a_key_that_is_no_header_is_refused(end: str, said: list[str], monkeypat
     check(caught.value, said)
 
 
-def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
-    async def play() -> RequestRejected:
-        async with endpoint("400", False) as config:
-            with pytest.raises(RequestRejected) as caught:
-                await complete(config)
-            return caught.value
-
-    error = asyncio.run(play())
+async def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
+    async with endpoint("400", False) as config:
+        with pytest.raises(RequestRejected) as caught:
+            await complete(config)
+    error = caught.value
     assert "Incorrect API key provided: ***. You sent POST /v1/chat/completions?code=*** HTTP/1.1" in error.body
     assert not any(secret in error.body for secret in (KEY, CODE))
 
 
-def test_aiohttp_is_called_with_what_it_needs() -> None:
-    async def play() -> list[bytes]:
-        async with serving(answer(http(200, chat()))) as (server, base):
-            os.environ["AUTHORITY"] = f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}"
-            url = "http://${AUTHORITY}/?code=${CODE}"
-            await complete(InferenceConfig("endpoint", "m", endpoint_url=url))
-            return [head for head, _ in server.requests]
-
-    (head,) = asyncio.run(play())
-    os.environ.pop("AUTHORITY")
+async def test_aiohttp_is_called_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(answer(http(200, chat()))) as (server, base):
+        monkeypatch.setenv("AUTHORITY", f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}")
+        await complete(InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}/?code=${CODE}"))
+    ((head, _),) = server.requests
     assert base64.b64encode(f"me:{PASSWORD}".encode()) in head
     assert b"code=canary/code+5678" in head or b"code=canary%2Fcode+5678" in head or b"code=canary/code%205678" in head
 

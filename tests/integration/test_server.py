@@ -119,37 +119,31 @@ async def failed_start(config: InferenceConfig) -> str:
     return str(caught.value)
 
 
-def test_a_dummy_server_starts_answers_and_stops() -> None:
-    async def play() -> None:
-        config = dummy(server_log_folder="logs/deep")
-        async with make_server(config, 7) as running:
-            async with CompletionClient(config, running.urls, running.api_key) as client:
-                completion = await client.complete(b'{"messages": []}')
-            url, process = running.urls[0], running._process  # type: ignore[attr-defined]
-            assert (completion.text, completion.finish_reason) == (TEXT, "stop")
-            assert completion.usage["completion_tokens"] == 100
-        assert process.returncode is not None
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
-        assert [path.name for path in logs("logs/deep")] == ["server_rank_00007.log"]
-        await running.stop()  # harmless
-
-    asyncio.run(play())
+async def test_a_dummy_server_starts_answers_and_stops() -> None:
+    config = dummy(server_log_folder="logs/deep")
+    async with make_server(config, 7) as running:
+        async with CompletionClient(config, running.urls, running.api_key) as client:
+            completion = await client.complete(b'{"messages": []}')
+        url, process = running.urls[0], running._process  # type: ignore[attr-defined]
+        assert (completion.text, completion.finish_reason) == (TEXT, "stop")
+        assert completion.usage["completion_tokens"] == 100
+    assert process.returncode is not None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+    assert [path.name for path in logs("logs/deep")] == ["server_rank_00007.log"]
+    await running.stop()  # harmless
 
 
-def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
-    async def play() -> None:
-        running = InferenceServer(custom(SERVER, server_log_folder="logs"), 0)
-        keys = []
-        for _ in range(2):
-            await running.start()
-            keys.append(running.api_key)
-            await running.stop()
-        assert None not in keys
-        assert keys[0] != keys[1]
-        assert [path.read_text().count("serving") for path in logs("logs")] == [2]
-
-    asyncio.run(play())
+async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
+    running = InferenceServer(custom(SERVER, server_log_folder="logs"), 0)
+    keys = []
+    for _ in range(2):
+        await running.start()
+        keys.append(running.api_key)
+        await running.stop()
+    assert None not in keys
+    assert keys[0] != keys[1]
+    assert [path.read_text().count("serving") for path in logs("logs")] == [2]
 
 
 @linux_only
@@ -166,19 +160,16 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
 
 
 @linux_only
-def test_a_killed_guardian_leaves_no_server() -> None:
-    async def play() -> None:
-        running = InferenceServer(custom(SERVER, {"family": True}), 0)
-        await running.start()
-        guardian_pid, engine, _hidden = family()
-        os.kill(guardian_pid, signal.SIGKILL)
-        with pytest.raises(ServerDied):
-            await running.watch()
-        with all_gone_within([engine], 10):
-            await running.stop()
-        os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
-
-    asyncio.run(play())
+async def test_a_killed_guardian_leaves_no_server() -> None:
+    running = InferenceServer(custom(SERVER, {"family": True}), 0)
+    await running.start()
+    guardian_pid, engine, _hidden = family()
+    os.kill(guardian_pid, signal.SIGKILL)
+    with pytest.raises(ServerDied):
+        await running.watch()
+    with all_gone_within([engine], 10):
+        await running.stop()
+    os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
 
 
 @pytest.mark.matrix
@@ -212,52 +203,42 @@ def test_a_server_passes_from_one_event_loop_to_the_next(has_pidfds: bool, monke
 
 
 @linux_only
-def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed() -> None:
-    async def play() -> None:
-        flags = {"family": True, "stubborn": True}
-        running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.3), 0)
-        await running.start()
-        began = time.monotonic()
-        with all_gone_within(family(), 0.1):
-            await running.stop()
-        assert 0.3 <= time.monotonic() - began < 120
-
-    asyncio.run(play())
+async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed() -> None:
+    flags = {"family": True, "stubborn": True}
+    running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.3), 0)
+    await running.start()
+    began = time.monotonic()
+    with all_gone_within(family(), 0.1):
+        await running.stop()
+    assert 0.3 <= time.monotonic() - began < 120
 
 
 @pytest.mark.slow
 @linux_only
-def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
-    async def play() -> None:
-        async with make_server(custom(SERVER, {"family": True}), 0) as running:
-            guardian_pid, engine, _ = family()
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-                os.kill(guardian_pid, number)
-            for number in (signal.SIGUSR1, signal.SIGUSR2):
-                os.kill(engine, number)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(running.watch(), 0.3)
-
-    asyncio.run(play())
+async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
+    async with make_server(custom(SERVER, {"family": True}), 0) as running:
+        guardian_pid, engine, _ = family()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(guardian_pid, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(engine, number)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(running.watch(), 0.3)
 
 
-def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
+async def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
     config = custom("import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2)
     began = time.monotonic()
-    text = asyncio.run(failed_start(config))
+    text = await failed_start(config)
     assert time.monotonic() - began < 200  # the window is longer
     for words in ("exited with code 3", "  the cause", "Command:", "script.py --port"):
         assert words in text
 
 
-def test_a_failed_start_is_tried_again() -> None:
+async def test_a_failed_start_is_tried_again() -> None:
     script = "import pathlib, sys\nif not pathlib.Path('once').exists(): pathlib.Path('once').touch(); sys.exit(3)\n"
-
-    async def play() -> None:
-        async with make_server(custom(script + SERVER, server_start_max_retries=1), 0):
-            pass
-
-    asyncio.run(play())
+    async with make_server(custom(script + SERVER, server_start_max_retries=1), 0):
+        pass
 
 
 def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
@@ -275,23 +256,19 @@ def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None
 
 
 @linux_only
-def test_a_cancelled_start_leaves_nothing() -> None:
+async def test_a_cancelled_start_leaves_nothing() -> None:
     script = "import os, time; open('pids', 'w').write(f'{os.getppid()} {os.getpid()}')\n"
     script += "time.sleep(600)"
-
-    async def play() -> None:
-        os.mkfifo("pids")
-        running = InferenceServer(custom(script), 0)
-        start = asyncio.create_task(running.start())
-        pids = await asyncio.to_thread(family)  # waits on the fifo until the script is there
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        for pid in pids:
-            assert not is_alive(pid)
-        assert not logs()
-
-    asyncio.run(play())
+    os.mkfifo("pids")
+    running = InferenceServer(custom(script), 0)
+    start = asyncio.create_task(running.start())
+    pids = await asyncio.to_thread(family)  # waits on the fifo until the script is there
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    for pid in pids:
+        assert not is_alive(pid)
+    assert not logs()
 
 
 @pytest.mark.slow
@@ -308,25 +285,21 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
 
 @linux_only
-def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> None:
+async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> None:
     script = SERVER + "\n"
     script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
-
-    async def play() -> None:
-        config = custom(script, server_patience_seconds=0.1)
-        async with make_server(config, 0) as running:
-            key = running.api_key
-            assert key
-            assert not [line for line in command_lines() if key.reveal().encode() in line]
-            watch = asyncio.create_task(running.watch())
-            async with CompletionClient(config, running.urls, key) as client:
-                with pytest.raises(Exception, match="No request was answered"):
-                    await client.complete(b"{}")
-            with pytest.raises(ServerDied, match=r"(?s)exit code 41.*\*\*\*.*serving") as caught:
-                await watch
-            assert key.reveal() not in str(caught.value)
-
-    asyncio.run(play())
+    config = custom(script, server_patience_seconds=0.1)
+    async with make_server(config, 0) as running:
+        key = running.api_key
+        assert key
+        assert not [line for line in command_lines() if key.reveal().encode() in line]
+        watch = asyncio.create_task(running.watch())
+        async with CompletionClient(config, running.urls, key) as client:
+            with pytest.raises(Exception, match="No request was answered"):
+                await client.complete(b"{}")
+        with pytest.raises(ServerDied, match=r"(?s)exit code 41.*\*\*\*.*serving") as caught:
+            await watch
+        assert key.reveal() not in str(caught.value)
 
 
 def plain(backend: Server) -> str:
@@ -334,42 +307,33 @@ def plain(backend: Server) -> str:
     return backend.api_key.reveal()
 
 
-def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
-    async def play() -> None:
-        async with make_server(dummy(), 0) as backend:
-            config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0], api_key="wrong")
-            with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
-                await make_server(config, 0).start()
-
-    asyncio.run(play())
+async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
+    async with make_server(dummy(), 0) as backend:
+        config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0], api_key="wrong")
+        with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
+            await make_server(config, 0).start()
 
 
 @pytest.mark.slow
-def test_one_endpoint_of_two_is_enough() -> None:
-    async def play() -> None:
-        async with make_server(dummy(), 0) as backend:
-            gone = f"http://127.0.0.1:{server.free_port()}"
-            urls = [gone, backend.urls[0]]
-            config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
-            async with make_server(config, 0) as running:
-                assert [str(url) for url in running.urls] == urls
-
-    asyncio.run(play())
+async def test_one_endpoint_of_two_is_enough() -> None:
+    async with make_server(dummy(), 0) as backend:
+        gone = f"http://127.0.0.1:{server.free_port()}"
+        urls = [gone, backend.urls[0]]
+        config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
+        async with make_server(config, 0) as running:
+            assert [str(url) for url in running.urls] == urls
 
 
-def test_a_gateway_without_v1_models_is_good_enough() -> None:
-    async def play() -> None:
-        async def not_found(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            writer.close()
+async def test_a_gateway_without_v1_models_is_good_enough() -> None:
+    async def not_found(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
 
-        async with await asyncio.start_server(not_found, "127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            async with make_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
-                pass
-
-    asyncio.run(play())
+    async with await asyncio.start_server(not_found, "127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with make_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
+            pass
 
 
 @linux_only

@@ -20,6 +20,7 @@ import pytest
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
 from tests.patience import Patience, until
 from tests.processes import write_program
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
@@ -48,16 +49,7 @@ class Process:
     """A command in its own session, and its output."""
 
     def __init__(self, argv: list[str], folder: Path, **environment: str) -> None:
-        self.popen = subprocess.Popen(
-            argv,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **environment},
-        )
+        self.popen = processes.start(argv, cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
         self.log = ""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)

@@ -150,7 +150,7 @@ def asked() -> Counter[str]:
 
 
 def engines() -> list[int]:
-    return [int(line.split()[0]) for line in lines("engines")]
+    return [int(line.split()[0]) for line in lines("engines")] if Path("engines").exists() else []
 
 
 def lines(name: str) -> list[str]:
@@ -171,18 +171,9 @@ def break_engine() -> None:
     Path("engine.py").write_text("import sys; sys.exit('out of luck')")
 
 
-def play(script: Callable[[Run], Any], **settings: Any) -> None:
-    async def run() -> None:
-        async with running(config(**settings)) as started:
-            await script(started)
-
-    asyncio.run(run())
-
-
-def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
+async def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
     happened: list[tuple[str, str, bool]] = []
-
-    async def script(run: Run) -> None:
+    async with running(config()) as run:
         run.client.on_server = lambda what, name, url, why: happened.append((what, name, bool(url))) or None
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
@@ -194,8 +185,6 @@ def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
         assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 3, 0)
-
-    play(script)
     assert happened == [("death", "0", False), ("restart", "0", False), ("ready", "0", True)]
 
 
@@ -217,8 +206,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list[str]) -> None:
-    async def script(run: Run) -> None:
+async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list[str]) -> None:
+    async with running(config(hang_timeout=0.8)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGSTOP)
@@ -227,13 +216,11 @@ def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list
         assert await run.texts(tasks) == ["wait 0", "wait 1", "wait 2"]
         assert run.servers.restarts == 1
         assert not is_alive(engines()[0])
-
-    play(script, hang_timeout=0.8)
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
 
 
-def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
-    async def script(run: Run) -> None:
+async def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
+    async with running(config(hang_timeout=60)) as run:
         server = run.servers.supervisors[0]
 
         async def pass_time(seconds: float) -> None:
@@ -252,8 +239,6 @@ def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
         open_gate()
         await slow
         assert run.servers.restarts == 1
-
-    play(script, hang_timeout=60)
 
 
 def stand_in_for_vllm(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,71 +302,61 @@ class MuteVllm:
 
 @pytest.mark.usefixtures("idle_vllm")
 @pytest.mark.parametrize(("counted", "restarts"), [(7, 0), (0, 1)])
-def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
+async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     counted: int, restarts: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        engine = MuteVllm()
-        async with vllm_here(engine.routes(), monkeypatch, hang_timeout=60) as started:
-            watched = started.servers.supervisors[0]
-            answer = started.ask("a long text")
-            await engine.asked.wait()
-            tokens = None
-            for _ in range(10):
-                tokens = await watched._check_progress(tokens, 600)
-                clock.now += 15
-                engine.tokens += counted
-            assert watched.target.up == (restarts == 0)
-            engine.answers.set()
-            assert (await answer).text == "x"
-            assert started.servers.restarts == restarts
-
-    asyncio.run(run())
+    engine = MuteVllm()
+    async with vllm_here(engine.routes(), monkeypatch, hang_timeout=60) as started:
+        watched = started.servers.supervisors[0]
+        answer = started.ask("a long text")
+        await engine.asked.wait()
+        tokens = None
+        for _ in range(10):
+            tokens = await watched._check_progress(tokens, 600)
+            clock.now += 15
+            engine.tokens += counted
+        assert watched.target.up == (restarts == 0)
+        engine.answers.set()
+        assert (await answer).text == "x"
+        assert started.servers.restarts == restarts
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["sick once", "stop listening once"])  # the latter keeps its old connections open
-def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
-    async def script(run: Run) -> None:
+async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
+    async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
 
-    play(script)
-
 
 @pytest.mark.slow
-def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
-    async def script(run: Run) -> None:
-        running = run.ask("wait")
+async def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
+    async with running(config()) as run:
+        old = run.ask("wait")
         await until_async(lambda: bool(asked()))
         os.kill(engines()[0], signal.SIGTERM)
         refused = [run.ask(f"new {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 4)
         open_gate()
-        assert (await running).text == f"{engines()[0]} says wait"  # it finishes its requests
+        assert (await old).text == f"{engines()[0]} says wait"  # it finishes its requests
         assert await run.texts(refused) == ["new 0", "new 1", "new 2"]
         assert (run.client.stats.resent, run.client.stats.retries) == (3, 0)
 
-    play(script)
-
 
 @pytest.mark.slow
-def test_a_request_that_times_out_on_a_silent_server_shows_that_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
-
-    async def script(run: Run) -> None:
+    async with running(config(request_timeout=1.0)) as run:
         os.kill(engines()[0], signal.SIGSTOP)
         task = run.ask("hello")  # the kernel accepts its connection
         run.client._config.request_timeout = None  # for the next server, which may need longer
         assert (await task).text == f"{engines()[1]} says hello"
         assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
 
-    play(script, request_timeout=1.0)
-
 
 @pytest.mark.slow
-def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
-    async def script(run: Run) -> None:
+async def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
+    async with running(config(server_max_restarts=3)) as run:
         poison = run.ask("die at the fuse")
         await until_async(lambda: bool(asked()))
         others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
@@ -396,11 +371,9 @@ def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
         # A fourth death comes only if others were in flight at the third. It is one more than the restarts allowed.
         assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
 
-    play(script, server_max_restarts=3)
 
-
-def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
-    async def script(run: Run) -> None:
+async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
+    async with running(config(server_max_restarts=2)) as run:
         break_engine()
         waiting = run.ask("die once")
         with pytest.raises(ServerDied) as caught:
@@ -412,28 +385,23 @@ def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None
             with pytest.raises(ServerDied, match="out of luck"):
                 await task
 
-    play(script, server_max_restarts=2)
-
 
 @pytest.mark.slow
-def test_restarts_of_long_ago_do_not_count() -> None:
-    async def script(run: Run) -> None:
+async def test_restarts_of_long_ago_do_not_count() -> None:
+    async with running(config(server_max_restarts=1, server_restart_window_sec=0.001)) as run:
         for number in range(3):
             os.kill(engines()[-1], signal.SIGKILL)
             await until_async(lambda count=number + 2: len(engines()) == count)
         assert await run.texts([run.ask("still here")]) == ["still here"]
         assert run.servers.restarts == 3
 
-    play(script, server_max_restarts=1, server_restart_window_sec=0.001)
-
 
 # replicas --------------------------------------------------------------------------------------------------------
 
 
-def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # longer than the test
-
-    async def script(run: Run) -> None:
+    async with running(config(replicas=2)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
         await until_async(lambda: sum(asked().values()) == 4)
         dead, alive = engines()
@@ -443,12 +411,10 @@ def test_the_work_of_a_dead_replica_goes_to_the_others_while_it_restarts(monkeyp
         assert {(await task).text.split()[0] for task in tasks} == {str(alive)}
         assert run.client.stats.resent == 2
 
-    play(script, replicas=2)
-
 
 @pytest.mark.slow
-def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
-    async def script(run: Run) -> None:
+async def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
+    async with running(config(replicas=2, server_max_restarts=0)) as run:
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
             if pid == engines()[0]:
@@ -457,21 +423,14 @@ def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
         with pytest.raises(ServerDied):
             await run.servers.watch()
 
-    play(script, replicas=2, server_max_restarts=0)
 
-
-def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+async def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
     first = "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
     (tmp_path / "engine.py").write_text(first + ENGINE)
-
-    async def start() -> None:
-        with pytest.raises(ServerStartFailed, match="second"):
-            async with running(config(replicas=2)):
-                pass
-
-    asyncio.run(start())
-    if Path("engines").exists():
-        assert not any(is_alive(pid) for pid in engines())
+    with pytest.raises(ServerStartFailed, match="second"):
+        async with running(config(replicas=2)):
+            pass
+    assert not any(is_alive(pid) for pid in engines())
 
 
 # several nodes ---------------------------------------------------------------------------------------------------
@@ -666,48 +625,38 @@ asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 
 
 @pytest.mark.slow
-def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
-            worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
-                env={**os.environ, KEY: "another"},
-                stderr=asyncio.subprocess.PIPE,
-            )
-            _, errors = await worker.communicate()
-            assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
-
+async def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "one")
-    asyncio.run(run())
+    settings = InferenceConfig("vllm", "m", master_port=master_port())
+    async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
+            env={**os.environ, KEY: "another"},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await worker.communicate()
+        assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
 
 
-def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_head_node_listens_only_on_its_routes_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, KEY_OF_TEST)
-
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
-            assert [listening.getsockname()[0] for listening in head._listener.sockets] == ["127.0.0.1"]
-        with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
-            async with HeadNode(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
-                pass
-
-    asyncio.run(run())
+    settings = InferenceConfig("vllm", "m", master_port=master_port())
+    async with HeadNode(settings, Nodes(0, ("somewhere.invalid", "127.0.0.1"))) as head:
+        assert [listening.getsockname()[0] for listening in head._listener.sockets] == ["127.0.0.1"]
+    with pytest.raises(ServerStartFailed, match=r"somewhere\.invalid"):
+        async with HeadNode(settings, Nodes(0, ("127.0.0.1", "somewhere.invalid"))):
+            pass
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        settings = InferenceConfig("vllm", "m", master_port=master_port())
-        monkeypatch.delenv(KEY)  # as if sbatch had not passed it on
-        nodes = Nodes(rank, ("127.0.0.1", "localhost"))
-        start = run_worker_node(settings, 0, nodes) if rank else HeadNode(settings, nodes).__aenter__()
-        with pytest.raises(ServerStartFailed, match="DATATROVE_CKPT_LINK_KEY is not set on this node"):
-            await asyncio.wait_for(start, 300)
-
+async def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, KEY_OF_TEST)
-    asyncio.run(run())
+    settings = InferenceConfig("vllm", "m", master_port=master_port())
+    monkeypatch.delenv(KEY)  # as if sbatch had not passed it on
+    nodes = Nodes(rank, ("127.0.0.1", "localhost"))
+    start = run_worker_node(settings, 0, nodes) if rank else HeadNode(settings, nodes).__aenter__()
+    with pytest.raises(ServerStartFailed, match="DATATROVE_CKPT_LINK_KEY is not set on this node"):
+        await asyncio.wait_for(start, 300)
 
 
 def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

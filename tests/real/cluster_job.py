@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,6 @@ def answer(payload: dict[str, Any], times: int) -> str:
 
 def counting_server(held: int = HELD) -> FakeServer:
     return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=held)
-
-
-def make_input(folder: Path, tasks: int) -> Path:
-    for task in range(tasks):
-        rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(DOCUMENTS)]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:

@@ -27,8 +27,9 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import until_kept
-from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, make_input, pipeline, undisturbed
+from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, pipeline, undisturbed
 from tests.real.slurm_cluster import Watched, processes, until
+from tests.yaml_jobs import write_tasks
 
 TASKS = 2
 LATE = 30  # seconds a task may take, where Ray does not notice its end
@@ -41,7 +42,7 @@ class Job:
     def __init__(self, folder: Path, server: FakeServer) -> None:
         self.folder = folder
         self.server = server
-        make_input(folder / "input", TASKS)
+        write_tasks(folder, TASKS, DOCUMENTS)
 
     def run(self, **settings: Any) -> None:
         steps = pipeline(self.folder, self.server.url)

@@ -26,9 +26,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import s3fs
 
 from datatrove_ckpt.inference.servers.server import free_port
+from tests import processes
 
 KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
 READER, READER_SECRET = "AKIAREADSONLY", "wJalrXUtnFEMI-a-secret-of-the-reader"
@@ -292,6 +294,15 @@ def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str
     }
 
 
+def in_this_environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """S3 is here for this process's clients and those it starts, whatever it was for whoever started the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(url).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
 class Bucket:
     """What a test looks at, past the relay."""
 
@@ -322,15 +333,8 @@ def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[
     """A job of its own process group, whose environment holds no AWS settings but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, *arguments],  # a test that runs in the background ignores it
-        cwd=cwd,
-        env={**kept, **env, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = ["env", "--default-signal=INT", sys.executable, *arguments]  # a test in the background ignores it
+    return processes.start(command, cwd=cwd, env={**kept, **env, "PYTHONPATH": path})
 
 
 def end(process: subprocess.Popen[str], seconds: float) -> tuple[int, str, float]:

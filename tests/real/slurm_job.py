@@ -10,8 +10,9 @@ from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import until_kept
-from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, make_input, pipeline, undisturbed
+from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, pipeline, undisturbed
 from tests.real.slurm_cluster import Cluster, Watched, processes, until
+from tests.yaml_jobs import write_tasks
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -29,7 +30,7 @@ class Job:
         self.server = server
         self.tasks = tasks
         self.id = ""
-        make_input(folder / "input", tasks)
+        write_tasks(folder, tasks, DOCUMENTS)
 
     def submit(self, **changes: Any) -> None:
         """Through datatrove, as a user does."""

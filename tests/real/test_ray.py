@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.real import environment
 from tests.real.cluster_job import DOCUMENTS, IN_FLIGHT
 
@@ -29,9 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [environment.ray_python(), "-m", "tests.real.ray_job", str(folder)]
     settings = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=500, check=False
-    )
+    done = processes.run(command, cwd=ROOT, env={**os.environ, **settings}, timeout=500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-10000:]
     return {row.pop("case"): row for row in map(json.loads, (folder / "results").read_text().splitlines())}
 

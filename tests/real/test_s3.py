@@ -29,7 +29,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.real import s3_job
+from tests.real import s3, s3_job
 from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
 
 # s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
@@ -55,14 +55,10 @@ def bucket(weed: Weed, request: pytest.FixtureRequest) -> Bucket:
 @pytest.fixture
 def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     """Where this process's clients, and those it starts, find S3."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     running = Relay(weed.port)
-    for name, value in environment(running.url).items():
-        monkeypatch.setenv(name, value)
+    s3.in_this_environment(monkeypatch, running.url)
     monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
     monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
-    s3fs.S3FileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     yield running
     running.stop()

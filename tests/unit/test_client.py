@@ -404,14 +404,11 @@ async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed
         assert {one.finish_reason for one in answers} == {"stop"}
 
 
-def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
-    async def play() -> None:
-        async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
-            await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
-            waited[:] = [sleeps.now]
-
+async def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
     waited: list[float] = []
-    asyncio.run(play())
+    async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
+        await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
+        waited[:] = [sleeps.now]
     said = [line for line in log if line.startswith("WARNING")]
     assert 1 <= len(said) <= 2 + waited[0] / 60
     assert re.match(

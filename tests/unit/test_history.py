@@ -22,35 +22,18 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.lines import seal
-from tests.histories import History, read_history
-
-
-def progress(at: float = 0.0, attempt: int = 1) -> Progress:
-    own = WorkCounts(3, 6, 1, 60, 70, 2, 9, 1, 1, 1, {"timeout": 1, "HTTP 503": 1})
-    return Progress(
-        at=at,
-        attempt=attempt,
-        seconds=Seconds(1.5, 2.5),
-        documents=DocumentCounts(5, 3, 1, 1, 10, 100, 120),
-        chunks=2,
-        total=own.plus(own),
-        own=own,
-        in_flight=4,
-        waiting=5,
-        in_work=6,
-        position=InputPosition(10, 40, "bytes"),
-    )
+from tests.histories import History, progress, read_history
 
 
 def records() -> list[Record]:
     return [
         Start(at=1.0, attempt=1, host="node7", pid=42, job="17_3", slot=0, version="0.2.0"),
-        progress(1.0),
+        progress(at=1.0),
         ServerEvent(at=2.0, attempt=1, what="death", name="0", url="http://127.0.0.1:8000", why="exit code 1"),
-        progress(62.0),
+        progress(at=62.0),
         Spread(at=62.0, attempt=1, milliseconds=Buckets({3: 1}), prompt_tokens=Buckets(), completion_tokens=Buckets()),
         Start(at=100.0, attempt=2, host="node8", pid=43),
-        progress(100.0, 2),
+        progress(at=100.0, attempt=2),
         End(at=130.0, attempt=2, why="stopped", what="SIGTERM"),
     ]
 

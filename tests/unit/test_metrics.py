@@ -23,9 +23,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Progress, Spread, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, Spread
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import metrics_port
@@ -33,6 +31,7 @@ from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABEL
 from datatrove_ckpt.generation.export.metrics_file import MetricsFile, metrics_path
 from datatrove_ckpt.generation.export.metrics_port import MetricsPort
 from datatrove_ckpt.generation.export.prometheus import encoded, exposition
+from tests.histories import progress
 from tests.pages import ROOT
 
 LONG = 3600.0  # seconds: however busy the machine is
@@ -47,21 +46,6 @@ def buckets(*values: float) -> Buckets:
     for value in values:
         found.count(value)
     return found
-
-
-def progress(documents: int = 7) -> Progress:
-    own = WorkCounts(documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, {"timeout": 2, "HTTP 503": 3})
-    return Progress(
-        seconds=Seconds(8.5, 9.5),
-        documents=DocumentCounts(40, 35, 3, 2, 60, 500, 250),
-        chunks=4,
-        total=own,
-        own=own,
-        in_flight=5,
-        waiting=6,
-        in_work=8,
-        position=InputPosition(25, 100, "bytes"),
-    )
 
 
 def spread() -> Spread:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -17,25 +17,24 @@ from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.unit.test_client import RawServer, Reply, answer, http, never, serving, then_close
 
 GOOD = answer(http(200, b"good"))
-Play = Callable[[RawServer, PlainTransport], Awaitable[None]]
 
 
-def play(test: Play, *replies: Reply, host: str = "127.0.0.1", **settings: Any) -> None:
-    async def run() -> None:
-        async with serving(*replies) as (server, base):
-            url = URL(base).with_host(host) / "v1/chat/completions"
-            arguments = {"headers": None, "timeout": 30.0, "connect_timeout": 30.0, "keepalive": 4.0, **settings}
-            transport = PlainTransport(HiddenUrl(url), **arguments)
-            try:
-                await test(server, transport)
-            finally:
-                await transport.close()
+@asynccontextmanager
+async def transport_to(
+    *replies: Reply, host: str = "127.0.0.1", **settings: Any
+) -> AsyncIterator[tuple[RawServer, PlainTransport]]:
+    async with serving(*replies) as (server, base):
+        url = URL(base).with_host(host) / "v1/chat/completions"
+        arguments = {"headers": None, "timeout": 30.0, "connect_timeout": 30.0, "keepalive": 4.0, **settings}
+        transport = PlainTransport(HiddenUrl(url), **arguments)
+        try:
+            yield server, transport
+        finally:
+            await transport.close()
 
-    asyncio.run(run())
 
-
-def test_a_request_is_what_a_server_expects() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_a_request_is_what_a_server_expects() -> None:
+    async with transport_to(GOOD, headers=Key("key").headers()) as (server, transport):
         await transport.send(b"{}")
         head, body = server.requests[0]
         lines = head.decode().split("\r\n")
@@ -47,30 +46,26 @@ def test_a_request_is_what_a_server_expects() -> None:
         assert "Authorization: Bearer key" in lines
         assert body == b"{}"
 
-    play(test, GOOD, headers=Key("key").headers())
-
 
 @pytest.mark.parametrize(("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")])
-def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
-    async def make() -> bytes:
-        return PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head
-
-    head = asyncio.run(make()).split(b"\r\n")
+async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
+    head = PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head.split(b"\r\n")
     assert head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
     assert head[1] == f"Host: {host}".encode()
 
 
-def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
-    async def make() -> None:
-        PlainTransport(HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
-
+async def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
     with pytest.raises(ValueError, match="line break") as caught:
-        asyncio.run(make())
+        PlainTransport(HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
     assert "hush" not in str(caught.value)
 
 
-def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
+    async def later(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        await server.closing.wait()
+        writer.write(http(200, b"good"))
+
+    async with transport_to(later, keepalive=600.0) as (server, transport):
         waiting = [asyncio.create_task(transport.send(b"%d" % n)) for n in range(20)]
         for _ in waiting:
             await server.arrived.acquire()
@@ -80,12 +75,6 @@ def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
         assert {(await task).body for task in waiting} == {b"good"}
         await transport.send(b"once more")
         assert server.connections == 20
-
-    async def later(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        await server.closing.wait()
-        writer.write(http(200, b"good"))
-
-    play(test, later, keepalive=600.0)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +86,8 @@ def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
         answer(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\ngood"),
     ],
 )
-def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply) -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply) -> None:
+    async with transport_to(first, GOOD) as (server, transport):
         assert (await transport.send(b"one")).body == b"good"
         while transport._idle and transport._idle[0].usable:  # its end arrives by itself
             await asyncio.sleep(0)
@@ -106,16 +95,12 @@ def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply)
         assert server.connections == 2
         assert len(server.requests) == 2
 
-    play(test, first, GOOD)
 
-
-def test_a_connection_that_idled_too_long_is_not_used() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_a_connection_that_idled_too_long_is_not_used() -> None:
+    async with transport_to(GOOD, keepalive=0.0) as (server, transport):
         for _ in range(3):
             await transport.send(b"one")
         assert server.connections == 3
-
-    play(test, GOOD, keepalive=0.0)
 
 
 async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
@@ -145,8 +130,8 @@ async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_do
     await listener.wait_closed()
 
 
-def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:
+    async with transport_to(never, timeout=60.0) as (server, transport):
         clock = Clock(transport._loop)
         transport._loop = clock  # type: ignore[assignment]
         waiting = []
@@ -161,8 +146,6 @@ def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None
                 await waiting[number]
             assert not any(task.done() for task in waiting[number + 1 :])
         assert not clock.timers
-
-    play(test, never, timeout=60.0)
 
 
 class Clock:
@@ -189,8 +172,8 @@ class Clock:
         callback()
 
 
-def test_closing_ends_what_is_under_way() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_closing_ends_what_is_under_way() -> None:
+    async with transport_to(never) as (server, transport):
         asking = asyncio.create_task(transport.send(b"one"))
         await server.arrived.acquire()
         await transport.close()
@@ -198,8 +181,6 @@ def test_closing_ends_what_is_under_way() -> None:
             await asking
         with pytest.raises(ConnectionAbortedError):
             await transport.send(b"two")
-
-    play(test, never)
 
 
 @contextmanager
@@ -216,31 +197,27 @@ def silent_address() -> Iterator[tuple[str, int]]:
         yield full.getsockname()
 
 
-def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
-    async def run(port: int) -> None:
+async def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
+    with silent_address() as (_, port):
         transport = PlainTransport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()
 
-    with silent_address() as (_, port):
-        asyncio.run(run(port))
-
 
 @pytest.mark.slow
-def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None:
+async def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None:
+    async def getaddrinfo(host: str, port: int, **settings: Any) -> Any:
+        addresses = (silent, refusing.getsockname(), ("127.0.0.1", port))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+    async def connect_to(address: Any) -> Any:
+        tried.append(address[-1])
+        return await plain(address)
+
     with silent_address() as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
-
-        async def test(server: RawServer, transport: PlainTransport) -> None:
-            async def getaddrinfo(host: str, port: int, **settings: Any) -> Any:
-                addresses = (silent, refusing.getsockname(), ("127.0.0.1", port))
-                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
-
-            async def connect_to(address: Any) -> Any:
-                tried.append(address[-1])
-                return await plain(address)
-
+        async with transport_to(GOOD, host="several", connect_timeout=3.0) as (_, transport):
             asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[assignment, method-assign]
             plain, transport._connect_to = transport._connect_to, connect_to  # type: ignore[method-assign]
             tried: list[Any] = []
@@ -251,11 +228,9 @@ def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None
             await asyncio.gather(*(transport.send(b"two") for _ in range(20)))
             assert set(tried) == {good}
 
-        play(test, GOOD, host="several", connect_timeout=3.0)
 
-
-def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:
-    async def test(server: RawServer, transport: PlainTransport) -> None:
+async def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:
+    async with transport_to(GOOD, host="localhost") as (_, transport):
         loop = asyncio.get_running_loop()
         plain, lookups = loop.getaddrinfo, 0
 
@@ -271,5 +246,3 @@ def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure
             await transport.send(b"one")
         await asyncio.gather(*(transport.send(b"two") for _ in range(20)))
         assert lookups == 2
-
-    play(test, GOOD, host="localhost")

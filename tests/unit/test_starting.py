@@ -11,33 +11,27 @@ from datatrove_ckpt.inference.servers.server import starting_line, wait_for_firs
 from datatrove_ckpt.redaction import Redactor
 
 
-def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) -> None:
-    async def main() -> None:
-        ready = asyncio.Event()
-        loop, lines = asyncio.get_running_loop(), itertools.chain(["first"], itertools.repeat("second"))
+async def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) -> None:
+    ready = asyncio.Event()
+    loop, lines = asyncio.get_running_loop(), itertools.chain(["first"], itertools.repeat("second"))
 
-        def line(waited: float) -> str:
-            text = next(lines)
-            if text == "second":
-                loop.call_soon_threadsafe(ready.set)
-            return text
+    def line(waited: float) -> str:
+        text = next(lines)
+        if text == "second":
+            loop.call_soon_threadsafe(ready.set)
+        return text
 
-        task = asyncio.create_task(ready.wait())
-        await wait_for_first((task,), 3600.0, line, every=0.001)
-        assert task.done()
-
-    asyncio.run(main())
+    task = asyncio.create_task(ready.wait())
+    await wait_for_first((task,), 3600.0, line, every=0.001)
+    assert task.done()
     assert [entry.strip() for entry in log[:2]] == ["INFO first", "INFO second"]
 
 
-def test_its_window_ends_the_wait_without_a_line(log: list[str]) -> None:
-    async def main() -> None:
-        never = asyncio.create_task(asyncio.Event().wait())
-        await wait_for_first((never,), 0.01, lambda waited: "said", every=3600.0)
-        assert not never.done()
-        never.cancel()
-
-    asyncio.run(main())
+async def test_its_window_ends_the_wait_without_a_line(log: list[str]) -> None:
+    never = asyncio.create_task(asyncio.Event().wait())
+    await wait_for_first((never,), 0.01, lambda waited: "said", every=3600.0)
+    assert not never.done()
+    never.cancel()
     assert log == []
 
 

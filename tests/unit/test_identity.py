@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import json
@@ -121,7 +120,7 @@ def code_of(rollout: Any) -> Any:
 
 
 def tree_hash(source: str) -> str:
-    return syntax.write_tree(ast.parse(source))
+    return syntax.write_tree(syntax.parse(source))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ are in no reference cycles, so they are freed without a collection. Only cycles 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,15 +28,16 @@ _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
 def gc_paused() -> Iterator[None]:
     """No collections, for imports: they make a hundred thousand objects and no garbage.
 
-    Afterwards all objects count as old ones. As young ones they would be looked through at once, and once more as those
-    of the middle generation: 40 ms in all.
+    If anything was imported, all objects count as old ones afterwards. As young ones they would be looked through at
+    once, and once more as those of the middle generation: 40 ms in all.
     """
-    enabled = gc.isenabled()
+    enabled, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else objects that other code has frozen would be unfrozen, too
+        # ``gc.unfreeze`` would also unfreeze objects that other code has frozen.
+        if len(sys.modules) > modules and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()
         if enabled:

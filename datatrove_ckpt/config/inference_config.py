@@ -6,16 +6,16 @@ import os
 import re
 import secrets
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
+from datatrove_ckpt.config.engines import ENGINES, ServerType
+from datatrove_ckpt.config.engines.base import Engine, dashed
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import EnvironmentSecret, Key, names_secret
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
-
-ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
 
 
 @dataclass
@@ -140,17 +140,13 @@ class InferenceConfig:
         _make_link_key()
 
     def _check_choices(self) -> None:
-        if self.server_type not in get_args(ServerType):
-            allowed = ", ".join(get_args(ServerType))
-            raise ConfigError(f"server_type: {self.server_type!r} is not one of {allowed}.")
+        if self.server_type not in ENGINES:
+            raise ConfigError(f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}.")
         if not self.model_name_or_path:
             raise ConfigError("model_name_or_path: is empty; set it to the model's name or path.")
-        if self.server_type == "endpoint" and not self.endpoint_urls:
-            raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
+        self.engine.check(self)
         for url in map(Key, self.endpoint_urls):
             _check_url(url)
-        if self.server_type == "custom" and "server_script" not in (self.model_kwargs or {}):
-            raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
         _check_flags(self.model_kwargs or {})
         if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
             raise ConfigError(
@@ -159,30 +155,30 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        if self.server_type == "endpoint" and self.replicas > 1:
-            raise ConfigError("replicas: launches servers; for several endpoints set endpoint_url to a list.")
         if isinstance(self.max_concurrent_generations, str):
             self._check_auto(self.max_concurrent_generations)
-        if self.server_python is not None and self.server_type not in _WITH_INTERPRETER:
-            raise ConfigError(f"server_python: is for {', '.join(_WITH_INTERPRETER)} only; remove it.")
+        if self.server_python is not None and not self.engine.takes_interpreter:
+            takers = ", ".join(engine.name for engine in ENGINES.values() if engine.takes_interpreter)
+            raise ConfigError(f"server_python: is for {takers} only; remove it.")
         if not isinstance(self.accept_null_finish_reason, bool):
             raise ConfigError("accept_null_finish_reason: takes true or false.")
         if self.accept_null_finish_reason and not self.may_lack_finish_reason:
+            unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(
-                f"accept_null_finish_reason: is for {', '.join(_WITHOUT_REASONS)} only, because the other servers give "
-                "one; remove it."
+                f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
             )
 
     def _check_auto(self, setting: str) -> None:
         if setting != "auto":
             raise ConfigError(f'max_concurrent_generations: {setting!r} is not a number or "auto".')
-        if self.server_type not in _WITH_METRICS:
+        if self.engine.metrics is None:
+            with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
             raise ConfigError(
                 f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
-                f"({', '.join(_WITH_METRICS)}). For server_type {self.server_type!r}, set a number."
+                f"({with_metrics}). For server_type {self.server_type!r}, set a number."
             )
-        flag, hides = _HIDES_METRICS.get(self.server_type, ("", ()))
-        given = {name.replace("_", "-"): value for name, value in (self.model_kwargs or {}).items()}
+        flag, hides = self.engine.hides_metrics
+        given = {dashed(name): value for name, value in (self.model_kwargs or {}).items()}
         if flag in given and given[flag] in hides:
             raise ConfigError(
                 f"max_concurrent_generations: auto needs the server's metrics, which {flag} in model_kwargs turns off. "
@@ -217,6 +213,10 @@ class InferenceConfig:
                 )
 
     @property
+    def engine(self) -> Engine:
+        return ENGINES[self.server_type]
+
+    @property
     def endpoint_urls(self) -> list[str]:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
@@ -225,7 +225,7 @@ class InferenceConfig:
     @property
     def may_lack_finish_reason(self) -> bool:
         """Servers of this type may give no finish_reason. All engines that we launch give one."""
-        return self.server_type in _WITHOUT_REASONS
+        return not self.engine.is_known
 
     @property
     def servers(self) -> int:
@@ -239,8 +239,7 @@ class InferenceConfig:
         Slurm sends SIGTERM to all processes of a task, and SIGKILL after KillWait (30 s). A runner that drains needs
         the server until Slurm kills the job.
         """
-        least = _KILL_WAIT if self.server_type == "vllm" else 0.0  # the other engines have no flag for it
-        return max(least, self.server_stop_timeout_sec)
+        return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
     def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
@@ -273,7 +272,6 @@ class InferenceConfig:
 
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
-_KILL_WAIT = 30.0  # seconds; Slurm's default
 _POSITIVE = (
     "model_max_context",
     "metric_interval",
@@ -298,14 +296,6 @@ _AT_LEAST_ONE = (
 )
 _AUTO = {"max_concurrent_generations": "auto"}
 _AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
-_WITH_METRICS = ("vllm", "sglang", "llamacpp")
-# The flag that turns an engine's metrics off, and with which values.
-_HIDES_METRICS: dict[str, tuple[str, tuple[object, ...]]] = {
-    "vllm": ("disable-log-stats", (True,)),
-    "sglang": ("enable-metrics", (False, None)),
-}
-_WITH_INTERPRETER = ("vllm", "sglang", "custom")
-_WITHOUT_REASONS = ("endpoint", "custom")
 
 
 def _make_link_key() -> None:

@@ -25,7 +25,7 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
-from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
+from datatrove_ckpt.inference.servers import gpu_slots, pool, server, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
@@ -47,7 +47,7 @@ SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
 @pytest.fixture(autouse=True)
 def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(pool, "_FIRST_BACKOFF", 0.01)
     Path("engine.py").write_text(SCRIPT)
 
 

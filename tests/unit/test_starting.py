@@ -6,8 +6,7 @@ import asyncio
 import itertools
 from pathlib import Path
 
-from datatrove_ckpt.inference.servers.diagnosis import last_line
-from datatrove_ckpt.inference.servers.server import starting_line, wait_for_first
+from datatrove_ckpt.inference.servers.server import last_line, starting_line, wait_for_first
 from datatrove_ckpt.redaction import Redactor
 
 

@@ -16,10 +16,9 @@ import signal
 import sys
 from typing import Any
 
+from datatrove_ckpt.config.engines.base import API_KEY_VARIABLE, HOST, usable_cores
+from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
-from datatrove_ckpt.inference.servers.gpu_slots import usable_cores
-from datatrove_ckpt.inference.servers.installed import resolve_model_path
 
 # llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
 _WARNINGS = 2

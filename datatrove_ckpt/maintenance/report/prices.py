@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from datatrove_ckpt.config.engines import ENGINES
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report.content import Figure
 from datatrove_ckpt.maintenance.report.scales import compact
 from datatrove_ckpt.maintenance.run_state import RunState
 
-_WITH_GPUS = ("vllm", "sglang", "custom")
+_WITH_GPUS = tuple(engine.name for engine in ENGINES.values() if engine.has_gpus)
 
 
 @dataclass(frozen=True)

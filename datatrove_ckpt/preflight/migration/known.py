@@ -14,6 +14,7 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.engines import ENGINES
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.preflight.migration.findings import Shape
@@ -101,12 +102,13 @@ def _settings_of(config: InferenceConfig | Mapping[str, Any]) -> dict[str, Any]:
         KeyError, TypeError, ValueError: it is no config.
     """
     fields = vars(config) if isinstance(config, InferenceConfig) else config
+    engine = ENGINES[fields["server_type"]]
     settings = {
         "model_name_or_path": fields["model_name_or_path"],
-        "canned_answers": fields["server_type"] == "dummy",
+        "canned_answers": engine.is_canned,
         "use_chat": fields["use_chat"],
         "default_generation_params": fields["default_generation_params"],
-        "model_kwargs": answering_flags(fields["model_kwargs"]),
+        "model_kwargs": answering_flags(engine, fields["model_kwargs"]),
     }
     plain: dict[str, Any] = orjson.loads(orjson.dumps(settings, option=orjson.OPT_NON_STR_KEYS, default=str))
     return plain

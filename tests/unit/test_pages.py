@@ -254,7 +254,7 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
-    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base._VERSION)]
+    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
     assert [row[2] for row in numbers] == expected
     (current,) = [row for row in versions if version("datatrove-ckpt") in row[0]]
     assert current[1:] == expected

@@ -10,7 +10,7 @@
     inputs.py          checks that the input is still the one that the position was made for
     extent.py          how much of the input is done: for percent and time left
     compressed.py      compressed files as streams; a damaged one is an error
-    no_documents.py    explains an input that has rows but no document
+    no_output/documents.py    explains an input that has rows but no document
     pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
     arrow_files.py     files of Arrow and Parquet, opened; rows taken out of tables
     permutations.py    shuffled orders

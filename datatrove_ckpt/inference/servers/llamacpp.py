@@ -30,11 +30,8 @@ CommonParams = Any
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal arrives; the exit code."""
     known, rest = _parser().parse_known_args(arguments)
-    try:
-        import xllamacpp
-    except ImportError as error:
-        print(f"{error}. Run: pip install 'datatrove-ckpt[llamacpp]'", file=sys.stderr)
-        return 1
+    import xllamacpp
+
     try:
         params = _params(xllamacpp.CommonParams(), known, rest)
     except ConfigError as error:

@@ -26,7 +26,7 @@ from datatrove_ckpt.generation.user_code import check_rollout
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.gc_tuning import gc_paused

@@ -35,10 +35,10 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.arrow import prepare_arrow
+from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop

@@ -49,8 +49,7 @@ from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_output import check_output
-from datatrove_ckpt.output.column_fit import Misfit, misfits
-from datatrove_ckpt.output.column_types import Schema, read_schema
+from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
 
 
 def verify(

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     PreflightCheck,

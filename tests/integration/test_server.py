@@ -60,9 +60,9 @@ tempfile.tempdir = os.getcwd()  # a runner that is killed leaves its log
 async def main():
     kwargs = {"server_script": "script.py", "family": True}
     config = InferenceConfig("custom", "m", model_kwargs=kwargs, server_stop_timeout_sec=1200.0)
-    async with started_server(config, 0):
-        print("ready", flush=True)
-        await asyncio.sleep(600)
+    await InferenceServer(config, 0).start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
 

@@ -20,7 +20,7 @@ from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output import upload
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.upload import RemoteFolder
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.remote_errors import is_permanent

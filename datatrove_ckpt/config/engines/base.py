@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.redaction import HiddenDict, Key
@@ -29,6 +29,8 @@ _RESERVED = ("host", "port", "api-key")
 
 # ``model_kwargs``. ``Any``, because its values are what users wrote in Python or YAML.
 Kwargs = Mapping[str, Any]
+FormValue: TypeAlias = Any  # a JSON schema, a text, or a list of texts
+FormFields: TypeAlias = dict[str, Any]  # keys of a payload
 
 
 class Settings(Protocol):
@@ -277,7 +279,7 @@ class Engine:
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
         return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
 
-    def form_fields(self, kind: str, value: Any) -> dict[str, Any] | str:
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         """The payload keys that make it keep to a form, or why there are none. By default those of OpenAI's API.
 
         Args:

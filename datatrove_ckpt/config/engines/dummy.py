@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from datatrove_ckpt.config.engines.base import Engine, EngineCommand, Launch, arguments, dashed
+from datatrove_ckpt.config.engines.base import Engine, EngineCommand, FormFields, FormValue, Launch, arguments, dashed
 
 _FLAGS = ("latency-ms",)
 
@@ -22,5 +21,5 @@ class Dummy(Engine):
         flags = {name: given[name] for name in _FLAGS if name in given}
         return EngineCommand((*start, *arguments({"port": launch.port}, flags)), launch.key_variable)
 
-    def form_fields(self, kind: str, value: Any) -> dict[str, Any] | str:
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         return {}

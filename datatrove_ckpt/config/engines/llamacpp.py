@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.config.engines.base import (
     PORT_TAKEN,
     Engine,
     EngineCommand,
+    FormFields,
+    FormValue,
     Launch,
     MetricNames,
     Settings,
@@ -57,7 +58,7 @@ class Llamacpp(Engine):
         }
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 
-    def form_fields(self, kind: str, value: Any) -> dict[str, Any] | str:
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         if kind == "json_schema":  # its /v1/completions knows no response_format
             return {kind: value}
         if kind == "regex":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.config.engines.base import (
     CONTEXT_TOO_LONG,
@@ -16,6 +15,8 @@ from datatrove_ckpt.config.engines.base import (
     HOST,
     Engine,
     EngineCommand,
+    FormFields,
+    FormValue,
     Launch,
     MetricNames,
     arguments,
@@ -68,7 +69,7 @@ class SGLang(Engine):
         env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {}))
         return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
 
-    def form_fields(self, kind: str, value: Any) -> dict[str, Any] | str:
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         if kind == "choice":
             return {"regex": "(" + "|".join(_literal(one) for one in value) + ")"}
         return {"regex": value} if kind == "regex" else super().form_fields(kind, value)

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -18,6 +17,8 @@ from datatrove_ckpt.config.engines.base import (
     TOO_FEW_GPUS,
     Engine,
     EngineCommand,
+    FormFields,
+    FormValue,
     Launch,
     MetricNames,
     Settings,
@@ -119,7 +120,7 @@ class Vllm(Engine):
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
 
-    def form_fields(self, kind: str, value: Any) -> dict[str, Any] | str:
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}
 
 

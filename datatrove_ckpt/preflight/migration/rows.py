@@ -21,7 +21,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.formatting import safe_text
-from datatrove_ckpt.output.schema_check import is_parquet
+from datatrove_ckpt.output.arrow_types import is_parquet
 
 NO_RESULTS = "__no_rollouts_remove"
 """datatrove's mark for a document whose rollouts all returned None, or whose request was rejected."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.engines import ENGINES, ServerType
-from datatrove_ckpt.config.engines.base import Engine, dashed
+from datatrove_ckpt.config.engines.base import Engine
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import EnvironmentSecret, Key, names_secret
@@ -176,13 +176,6 @@ class InferenceConfig:
             raise ConfigError(
                 f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
                 f"({with_metrics}). For server_type {self.server_type!r}, set a number."
-            )
-        flag, hides = self.engine.hides_metrics
-        given = {dashed(name): value for name, value in (self.model_kwargs or {}).items()}
-        if flag in given and given[flag] in hides:
-            raise ConfigError(
-                f"max_concurrent_generations: auto needs the server's metrics, which {flag} in model_kwargs turns off. "
-                "Remove it, or set a number."
             )
 
     def _check_numbers(self) -> None:

@@ -24,7 +24,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines.base import Engine, dashed
+from datatrove_ckpt.config.engines.base import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import fingerprint, is_away, is_of_pipeline
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
@@ -175,7 +175,7 @@ def run_identity(
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The flags of a server that change its answers, by their names in alphabetical order."""
-    flags = {dashed(name): value for name, value in (model_kwargs or {}).items()}
+    flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 
 

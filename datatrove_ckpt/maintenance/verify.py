@@ -50,6 +50,7 @@ from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_rank
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
+from datatrove_ckpt.output.formats import FORMATS
 
 
 def verify(
@@ -126,7 +127,9 @@ def _check_rank(report: Report, rank: RankFolder) -> None:
         report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
         return
     writer = str(rank.identity.get("output_writer")).removeprefix("datatrove.")
-    countable = writer in ("JsonlWriter", "ParquetWriter")  # a class of the user's has its module before its name
+    countable = any(
+        writer == one.writer.__name__ for one in FORMATS
+    )  # a class of the user's has its module before its name
     for commit in commits.values():
         documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))

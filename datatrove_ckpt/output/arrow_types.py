@@ -226,16 +226,6 @@ _SAFE_ITEMS = {"double": float, "string": str, "large_string": str, "bool": bool
 """Lists of these need no look at each item."""
 
 
-def is_parquet(writer: DiskWriter) -> bool:
-    """Whether the writer makes its batches as datatrove's ParquetWriter does."""
-    kind = type(writer)
-    return (
-        isinstance(writer, ParquetWriter)
-        and kind._write is ParquetWriter._write
-        and kind._write_batch is ParquetWriter._write_batch
-    )
-
-
 def watch_schema(writer: DiskWriter) -> None:
     """Makes the writer, which has a schema, raise NotUnited for a row that does not fit it."""
     check, adapter = row_check(writer.schema), writer.adapter

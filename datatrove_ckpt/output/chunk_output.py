@@ -3,7 +3,7 @@
 Files appear under their final names complete or not at all. For a local output folder they are staged in a hidden
 folder below it, because a rename works within one file system only, and renamed. For a remote one they are staged in
 the checkpoint's folder, and uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of
-it (see ``chunk_writing.py``), with our file manager (see ``file_managers.py``).
+it, with our file manager (see ``file_managers.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NotUnited, is_parquet, watch_schema
+from datatrove_ckpt.output.arrow_types import NotUnited, watch_schema
 from datatrove_ckpt.output.column_types import (
     SCHEMA_ADVICE,
     ColumnTypes,
@@ -39,6 +39,7 @@ from datatrove_ckpt.output.column_types import (
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
@@ -259,7 +260,7 @@ class ChunkWriting:
                 self._write_united(staged, chunk_index, documents)
             else:
                 writer = self._copy(staged)
-                if is_parquet(writer):
+                if PARQUET.is_written_by(writer):
                     watch_schema(writer)
                 self._write(staged, chunk_index, documents, writer)
         except _NotWritten as error:

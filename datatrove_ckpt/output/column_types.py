@@ -36,7 +36,8 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import NotUnited, is_parquet, paths, row_check, type_of, unite
+from datatrove_ckpt.output.arrow_types import NotUnited, paths, row_check, type_of, unite
+from datatrove_ckpt.output.formats import PARQUET
 
 # pyarrow has no types.
 Schema: TypeAlias = Any
@@ -53,7 +54,7 @@ class WrongGuess(Exception):
 
 def infers_schema(writer: DiskWriter) -> bool:
     """Whether the writer finds out the schema from the documents, as datatrove's ParquetWriter does."""
-    return is_parquet(writer) and writer.schema is None
+    return PARQUET.is_written_by(writer) and writer.schema is None
 
 
 class ColumnTypes:
@@ -209,9 +210,7 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
         return None
 
 
-# Whether files whose types are known load as one dataset: loaders take the types of the first file.
-#
-# ``column_types`` says what loaders do, as it was measured.
+# Whether files whose types are known load as one dataset: loaders take the types of the first file, see above.
 
 
 SCHEMA_ADVICE = (

@@ -1,5 +1,6 @@
-"""What datatrove's default adapter and ``DiskWriter.write`` do, without a deep copy, and without stats.
+"""A writer of the user: what is refused of it, whether it can write a document, and how documents get to it cheaply.
 
+What datatrove's default adapter and ``DiskWriter.write`` do is done here without a deep copy, and without stats.
 ``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
 writer may change the dict it gets. A document that comes out of a journal has no other owner, and is read from there
 with dicts in place of dataclasses. The result is the same, value for value and key for key; a test compares them.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from datatrove_ckpt.config.engines.base import Engine
-from datatrove_ckpt.config.engines.custom import Custom
-from datatrove_ckpt.config.engines.dummy import Dummy
-from datatrove_ckpt.config.engines.endpoint import Endpoint
 from datatrove_ckpt.config.engines.llamacpp import Llamacpp
+from datatrove_ckpt.config.engines.others import Custom, Dummy, Endpoint
 from datatrove_ckpt.config.engines.sglang import SGLang
 from datatrove_ckpt.config.engines.vllm import Vllm
 

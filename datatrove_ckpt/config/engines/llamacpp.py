@@ -29,7 +29,6 @@ _PACKAGE_SCHEME = "package://"
 class Llamacpp(Engine):
     name = "llamacpp"
     package = "xllamacpp"
-    extra = "llamacpp"
     metrics = MetricNames(
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",

@@ -20,7 +20,6 @@ from datatrove_ckpt.config.engines.base import (
     Launch,
     MetricNames,
     arguments,
-    if_parallel,
 )
 from datatrove_ckpt.redaction import HiddenDict
 
@@ -30,7 +29,6 @@ _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch
 class SGLang(Engine):
     name = "sglang"
     package = "sglang"
-    extra = "sglang"
     takes_interpreter = True
     has_gpus = True
     leases_gpus = True
@@ -40,7 +38,6 @@ class SGLang(Engine):
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     )
-    hides_metrics = ("enable-metrics", (False, None))
     causes = (
         (CONTEXT_TOO_LONG, r"longer than the model's context length"),
         (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),
@@ -57,10 +54,7 @@ class SGLang(Engine):
             "log-level-http": "warning",
             "enable-metrics": True,
             "trust-remote-code": config.trust_remote_code or None,
-            "tp-size": if_parallel(config.tp),
-            "dp-size": if_parallel(config.dp),
-            "pp-size": if_parallel(config.pp),
-            "nnodes": if_parallel(nodes.count),
+            **launch.sizes("tp-size", "dp-size", "pp-size"),
             "node-rank": nodes.rank if nodes.count > 1 else None,
             "dist-init-addr": f"{nodes.head_host}:{config.master_port}" if nodes.count > 1 else None,
         }

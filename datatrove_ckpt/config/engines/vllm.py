@@ -23,7 +23,6 @@ from datatrove_ckpt.config.engines.base import (
     MetricNames,
     Settings,
     arguments,
-    if_parallel,
 )
 from datatrove_ckpt.redaction import HiddenDict
 
@@ -35,7 +34,6 @@ _RAY = ("distributed-executor-backend", "ray")
 class Vllm(Engine):
     name = "vllm"
     package = "vllm"
-    extra = "vllm"
     takes_interpreter = True
     has_gpus = True
     leases_gpus = True
@@ -47,7 +45,6 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     )
-    hides_metrics = ("disable-log-stats", (True,))
     drain_seconds = 30.0  # Slurm's default for KillWait
     causes = (
         (
@@ -76,7 +73,7 @@ class Vllm(Engine):
             return str(beside) if beside.is_file() and any(named) else None
         beside = Path(sys.executable).with_name("vllm")
         if find_spec("vllm") is not None:
-            return str(beside) if beside.is_file() and _has_distribution("vllm") else None
+            return str(beside) if beside.is_file() and any(importlib.metadata.distributions(name="vllm")) else None
         if beside.is_file():
             return str(beside)
         on_path = shutil.which("vllm")
@@ -97,10 +94,7 @@ class Vllm(Engine):
             # no answer. vLLM has this flag since 0.18, which the extra requires.
             "shutdown-timeout": max(1, int(config.server_drain_sec)),
             "trust-remote-code": config.trust_remote_code or None,
-            "tensor-parallel-size": if_parallel(config.tp),
-            "data-parallel-size": if_parallel(config.dp),
-            "pipeline-parallel-size": if_parallel(config.pp),
-            "nnodes": if_parallel(nodes.count),
+            **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
             "node-rank": nodes.rank if nodes.count > 1 else None,
             "master-addr": nodes.head_host if nodes.count > 1 else None,
             "master-port": config.master_port if nodes.count > 1 else None,
@@ -131,11 +125,3 @@ def _start(launch: Launch) -> tuple[str, ...]:
     if launch.nodes.count > 1:  # the module of the server alone does not know --headless
         return launch.python, "-m", "vllm.entrypoints.cli.main", "serve"
     return launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model"
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -1,4 +1,7 @@
-"""Ends what is left of a server whose runner and guardian were killed together, before another server needs its GPUs.
+"""What the user's runs have on this node: a folder, descriptors that no fork keeps, and records of their servers.
+
+The records serve to end what is left of a server whose runner and guardian were killed together, before another server
+needs its GPUs.
 
 Each server that this process launches has a record in the user's runtime folder on the node: a nonce, which is also in
 the environment of the server and so of all its descendants, and who its runner and its guardian were. The next start on

@@ -3,7 +3,7 @@
 With ``reuse_servers`` they may come from the rank before, and go on to the next one: see ``warm.py``.
 
 Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait. See
-``supervisor.py`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
+``ServerSupervisor`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
 wait.
 """
 

@@ -1,4 +1,4 @@
-"""Health probes: what a server's HTTP addresses say about it."""
+"""What a running server says: whether it is well, what its load is, and how many requests it may get then."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import ENGINES
 from datatrove_ckpt.config.engines.base import (
-    CONTEXT_TOO_LONG,
     GPU_FULL,
     HOST,
     PORT_TAKEN,
@@ -431,18 +430,15 @@ def starting_line(name: str, waited: float, window: float, log: Path, log_start:
     return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
 
 
-# GuardedProcess: a server's process below its guardian, as the runner sees it.
-#
-# It belongs to no event loop, so a rank can pass it on to the next one, which has another loop.
-
-
 _POLL = 0.05  # seconds, where there is no pidfd
 # Seconds a guardian gets beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
 _GUARDIAN_MARGIN = 12.0
 
 
 class GuardedProcess:
-    """Starts a guardian, which starts the server.
+    """A server's process below its guardian, as the runner sees it. Starts the guardian, which starts the server.
+
+    It belongs to no event loop, so a rank can pass it on to the next one, which has another loop.
 
     Args:
         argv: the server's command line.
@@ -557,48 +553,41 @@ LOG_TAIL_LINES = 20
 _SEARCHED_BYTES = 256 * 1024
 _FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
-_EXTRAS = {engine.package: engine.extra for engine in ENGINES.values() if engine.extra}
+_EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SHOWN_LINE = 200  # characters
 _EXIT_NOT_FOUND = 127
 _EXIT_KILLED = 137
 
 
-_COMMON = {
-    Cause(
-        "The server does not know a flag or its value. Check model_kwargs against its --help. To leave out a "
-        "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
-        True,
-    ): r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
-    r"|arguments are required|ignored explicit argument|invalid \w+ value:",
-    PORT_TAKEN: r"address already in use|errno 98\b",
-    Cause(
-        "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
-    ): r"gated ?repo|access to model .* is restricted|401 client error",
-    Cause(
-        "There is no such model. Check model_name_or_path: a hub name, or a folder on this node.", True
-    ): r"repository ?not ?found|not a valid model identifier|incorrect path_or_model_id|hfvalidationerror",
-    Cause(
-        "The model brings its own code. If you trust it, set trust_remote_code: true.", True
-    ): r"contains custom code which must be executed|(?:pass the argument|set the option) .?trust_remote_code",
-    CONTEXT_TOO_LONG: "",
-    TOO_FEW_GPUS: r"invalid device ordinal|no cuda gpus are available",
-    GPU_FULL: r"cuda out of memory|outofmemoryerror",
-}
-"""What engines have in common, the surest first."""
-
-
-def _patterns() -> Iterator[tuple[re.Pattern[str], Cause]]:
-    """Of all engines, because a script of the user's may start any of them."""
-    known = {cause: [pattern] if pattern else [] for cause, pattern in _COMMON.items()}
-    for engine in ENGINES.values():
-        for cause, pattern in engine.causes:
-            known.setdefault(cause, []).append(pattern)
-    for cause, patterns in known.items():
-        yield re.compile("|".join(patterns), re.IGNORECASE), cause
-
-
-_KNOWN = tuple(_patterns())
+_COMMON = (
+    (
+        Cause(
+            "The server does not know a flag or its value. Check model_kwargs against its --help. To leave out a "
+            "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
+            True,
+        ),
+        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
+        r"|arguments are required|ignored explicit argument|invalid \w+ value:",
+    ),
+    (PORT_TAKEN, r"address already in use|errno 98\b"),
+    (
+        Cause("The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True),
+        r"gated ?repo|access to model .* is restricted|401 client error",
+    ),
+    (
+        Cause("There is no such model. Check model_name_or_path: a hub name, or a folder on this node.", True),
+        r"repository ?not ?found|not a valid model identifier|incorrect path_or_model_id|hfvalidationerror",
+    ),
+    (
+        Cause("The model brings its own code. If you trust it, set trust_remote_code: true.", True),
+        r"contains custom code which must be executed|(?:pass the argument|set the option) .?trust_remote_code",
+    ),
+    (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
+    (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
+)
+# Of all engines, because a script of the user's may start any of them.
+_CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 
 def find_cause(exit_code: int | None, log: str) -> Cause | None:
@@ -609,8 +598,8 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
         name = missing[1]
         package = f"'datatrove-ckpt[{_EXTRAS[name]}]'" if name in _EXTRAS else name.partition(".")[0]
         return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True)
-    for pattern, cause in _KNOWN:
-        if exit_code is not None and pattern.search(log):
+    for cause, pattern in _CAUSES:
+        if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
             return cause
     if exit_code == _EXIT_KILLED:
         return Cause("It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more --mem.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,10 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 import xxhash
-from datatrove.pipeline.writers import JsonlWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.formatting import safe_text
-from datatrove_ckpt.output.arrow_types import is_parquet
+from datatrove_ckpt.output.formats import Jsonl, format_of
 
 NO_RESULTS = "__no_rollouts_remove"
 """datatrove's mark for a document whose rollouts all returned None, or whose request was rejected."""
@@ -103,7 +102,7 @@ def read_chunk_file(path: Path, metadata_key: str) -> Rows:
     """The rows of datatrove's file of an unfinished chunk."""
     rows = Rows()
     with path.open("rb") as file:
-        _read_lines(rows, file, path.name, metadata_key)
+        _read(rows, Jsonl().rows(file, ()), path.name, metadata_key)
     return rows
 
 
@@ -112,13 +111,17 @@ def read_output(writer: DiskWriter, names: Iterable[str], metadata_key: str) -> 
     rows = Rows()
     for name in names:
         try:
-            if is_parquet(writer):
-                _read_parquet(rows, writer, name, metadata_key)
-            elif isinstance(writer, JsonlWriter):
-                with open_output(writer, name) as file:
-                    _read_lines(rows, file, name, metadata_key, is_plain(writer))
-            else:
+            if (known := format_of(writer)) is None:
                 rows.problems.append(f"{name}: files of {type(writer).__name__} cannot be read here")
+                continue
+            with open_output(writer, name) as file:
+                _read(
+                    rows,
+                    known.rows(file, {"id", "text", "metadata", metadata_key}),
+                    name,
+                    metadata_key,
+                    is_plain(writer),
+                )
         except DAMAGED as error:
             rows.problems.append(f"{name} cannot be read to its end ({safe_text(error) or type(error).__name__})")
         except Exception as error:  # of a codec: each has errors of its own
@@ -130,7 +133,9 @@ def read_output(writer: DiskWriter, names: Iterable[str], metadata_key: str) -> 
 
 def open_output(writer: DiskWriter, name: str) -> IO[bytes]:
     """The decompressed content of an output file."""
-    file: IO[bytes] = writer.output_folder.open(name, "rb", compression=writer.output_mg.compression or None)
+    known = format_of(writer)
+    compression = None if known is not None and known.is_compressed else writer.output_mg.compression or None
+    file: IO[bytes] = writer.output_folder.open(name, "rb", compression=compression)
     return file
 
 
@@ -158,25 +163,18 @@ def work_of(results: object) -> tuple[int, int, int]:
     return len(numbers), sum(one for one, _ in numbers), sum(two for _, two in numbers)
 
 
-def _read_lines(rows: Rows, file: IO[bytes], name: str, metadata_key: str, whole: bool = True) -> None:
+def _read(
+    rows: Rows, found: Iterable[tuple[dict[str, Any] | None, bytes]], name: str, metadata_key: str, plain: bool = True
+) -> None:
     offset = 0
-    for number, raw in enumerate(file, 1):
-        row = _parsed(raw) if raw.endswith(b"\n") else None
+    for number, (row, line) in enumerate(found, 1):
         if row is None:
             rows.problems.append(f"{name}, line {number} is torn")
             with suppress(ValueError):
-                rows.damaged |= {str(orjson.loads(b'"%s"' % found)) for found in _ID.findall(raw)}
+                rows.damaged |= {str(orjson.loads(b'"%s"' % id)) for id in _ID.findall(line)}
         else:
-            _add(rows, row, name, metadata_key, (offset, len(raw)) if whole else (-1, 0), whole)
-        offset += len(raw)
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    try:
-        row = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) else None
+            _add(rows, row, name, metadata_key, (offset, len(line)) if plain and line else (-1, 0), plain)
+        offset += len(line)
 
 
 def _add(rows: Rows, row: dict[str, Any], name: str, metadata_key: str, place: tuple[int, int], plain: bool) -> None:
@@ -196,21 +194,3 @@ def _number(results: object, dropped: bool) -> int | None:
     if dropped:
         return None
     return len(results) if isinstance(results, list) else -1
-
-
-def _read_parquet(rows: Rows, writer: DiskWriter, name: str, metadata_key: str) -> None:
-    import pyarrow.parquet
-
-    with writer.output_folder.open(name, "rb") as file, pyarrow.parquet.ParquetFile(file) as parquet:
-        wanted = {"id", "text", "metadata", metadata_key}
-        columns = [column for column in parquet.schema_arrow.names if column in wanted]
-        for row in _table_rows(parquet, columns):
-            _add(rows, row, name, metadata_key, (-1, 0), is_plain(writer))
-
-
-def _table_rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    if not columns:
-        yield from ({} for _ in range(parquet.metadata.num_rows))
-    else:
-        for batch in parquet.iter_batches(1000, columns=columns):
-            yield from batch.to_pylist()

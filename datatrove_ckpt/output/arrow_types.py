@@ -3,7 +3,7 @@
 Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time beside a
 date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only what is named
 here is united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float
-cannot hold), decimals, short and long texts, times of any unit, times of any two zones (as UTC), dicts and
+cannot hold), decimals, times of any unit, times of any two zones (as UTC), dicts and
 lists of those.
 """
 
@@ -146,7 +146,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         return pa.struct(list(fields.items()))
     if pa.types.is_list(old) and pa.types.is_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
-    for unite_leaf in (_unite_numbers, _unite_times, _unite_texts):
+    for unite_leaf in (_unite_numbers, _unite_times):
         if (both := unite_leaf(old, new)) is not None:
             return both
     raise NotUnited(column, old, new)
@@ -186,15 +186,6 @@ def _unite_times(old: DataType, new: DataType) -> DataType | None:
     if not all(map(pa.types.is_timestamp, (old, new))) or (old.tz is None) != (new.tz is None):
         return None
     return pa.timestamp(max(old.unit, new.unit, key=_UNITS.index), old.tz if old.tz == new.tz else "UTC")
-
-
-def _unite_texts(old: DataType, new: DataType) -> DataType | None:
-    import pyarrow as pa
-
-    for pair in ({pa.string(), pa.large_string()}, {pa.binary(), pa.large_binary()}):
-        if {old, new} == pair:
-            return pa.large_string() if pa.string() in pair else pa.large_binary()
-    return None
 
 
 def paths(kind: DataType, column: str) -> Iterator[str]:

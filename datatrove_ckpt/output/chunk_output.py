@@ -9,7 +9,7 @@ it, with our file manager (see ``file_managers.py``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -336,7 +336,7 @@ class ChunkWriting:
         cause = error.__cause__
         writer, kind = self._copy(None), type(self._writer).__name__
         with suppress(Exception):  # a user's adapter may raise anything
-            if culprit := name_culprit(writer, _Decoded(documents, self._decode), known):
+            if culprit := name_culprit(writer, documents, self._decode, known):
                 return OutputFailed(
                     f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {SCHEMA_ADVICE}. The chunk's "
                     "journal is kept: run the same command again, and no request is sent twice."
@@ -375,15 +375,3 @@ class _NotWritten(Exception):
     def __init__(self, finished: Finished | None = None) -> None:
         super().__init__()
         self.finished = finished
-
-
-class _Decoded:
-    """Documents with their ordinals, as often as they are asked for."""
-
-    def __init__(self, documents: Iterable[Finished], decode: Callable[[bytes], Document]) -> None:
-        self._documents = documents
-        self._decode = decode
-
-    def __iter__(self) -> Iterator[tuple[int, Document]]:
-        for finished in self._documents:
-            yield finished.ordinal, self._decode(finished.document)

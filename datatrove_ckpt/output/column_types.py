@@ -29,12 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.arrow_types import NotUnited, paths, row_check, type_of, unite
 from datatrove_ckpt.output.formats import PARQUET
@@ -145,18 +147,21 @@ def trial_schema(writer: DiskWriter, document: Document) -> Schema:
     return types.schema()
 
 
-def name_culprit(writer: DiskWriter, documents: Iterable[tuple[int, Document]], known: dict[str, Any]) -> str | None:
+def name_culprit(
+    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, Any]
+) -> str | None:
     """Which document cannot be written, and why, found row by row. None: every row alone can.
 
     Args:
-        documents: with their ordinals. It is read twice.
+        documents: it is read twice.
         known: the types that the chunks before have, if the writer has no schema.
     """
     import pyarrow as pa
 
+    find = partial(_find_culprit, writer, documents, decode)
     if writer.schema is not None:
         check_row = row_check(writer.schema)
-        return _find_culprit(writer, documents, lambda row, _: check_row(row), "the writer's schema")
+        return find(lambda row, _: check_row(row), "the writer's schema")
     types = dict(known)
     last: dict[str, str] = {}
 
@@ -177,18 +182,23 @@ def name_culprit(writer: DiskWriter, documents: Iterable[tuple[int, Document]], 
                 raise NotUnited(error.column, error.old, error.new, where) from error
             last.update(dict.fromkeys(paths(kind, column), name))
 
-    culprit = _find_culprit(writer, documents, check, "")
+    culprit = find(check, "")
     if culprit is None:
         check_all = row_check(pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()]))
-        culprit = _find_culprit(writer, documents, lambda row, _: check_all(row), "all documents together")
+        culprit = find(lambda row, _: check_all(row), "all documents together")
     return culprit
 
 
 def _find_culprit(
-    writer: DiskWriter, documents: Iterable[tuple[int, Document]], check: Callable[[Row, str], None], where: str
+    writer: DiskWriter,
+    documents: Iterable[Finished],
+    decode: Callable[[bytes], Document],
+    check: Callable[[Row, str], None],
+    where: str,
 ) -> str | None:
-    for ordinal, document in documents:
-        name = f"document {safe_repr(document.id)} (number {ordinal} of this rank)"
+    for finished in documents:
+        document = decode(finished.document)
+        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
         row = writer.adapter(document)
         try:
             check(row, name)

@@ -281,10 +281,11 @@ class InferenceServer:
             if exit_code.done():
                 code = exit_code.result()
                 what = f"exited with code {code} after {seconds:.1f} s, before it was ready"
-                raise await self._start_failure(what, code)
+                raise _StartAttemptFailed(*await self._explained(what, code))
             if not answer.done():
                 settings = "server_ready_max_attempts * server_ready_delay_sec"
-                raise await self._start_failure(f"did not become ready within {window:g} s ({settings})", None)
+                what = f"did not become ready within {window:g} s ({settings})"
+                raise _StartAttemptFailed(*await self._explained(what))
             answer.result()
         finally:
             exit_code.cancel()
@@ -293,9 +294,7 @@ class InferenceServer:
         logger.info(f"{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
 
     def _starting_line(self, window: float, waited: float) -> str:
-        assert self._log_path is not None
-        redact = Redactor(*self.headers.values())
-        return starting_line(self.config.server_type, waited, window, self._log_path, self._log_start, redact)
+        return starting_line(self.config.server_type, waited, window, self._log_path, self._log())
 
     async def _wait_until_answering(self) -> None:
         longest, failures = self.config.server_ready_delay_sec, 0
@@ -303,28 +302,27 @@ class InferenceServer:
             failures += 1
             await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
 
-    async def _start_failure(self, what: str, exit_code: int | None) -> _StartAttemptFailed:
-        text, cause = await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", exit_code)
-        return _StartAttemptFailed(text, cause)
-
-    def _report(self, what: str, exit_code: int | None) -> tuple[str, Cause | None]:
-        assert self._log_path is not None
+    def _log(self) -> str:
+        """The end of what the process has written, without secrets."""
         redact = Redactor(*self.headers.values())
-        log = redact(read_log(self._log_path, self._log_start))
+        return redact(read_log(self._log_path, self._log_start)) if self._log_path is not None else ""
+
+    async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
+        """``what`` is wrong with the server, with its command and the end of its log; and the cause, if it is known."""
+        log, said = await asyncio.to_thread(self._log), f"The {self.config.server_type} server {what}."
         cause = find_cause(exit_code, log)
-        return report(what, self._command.argv, self._log_path, log, cause), cause
+        return report(said, self._command.argv, self._log_path, log, cause), cause
 
     async def report(self, what: str) -> str:
         """``what`` is wrong with the server, with its command and the end of its log."""
-        return (await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", None))[0]
+        return (await self._explained(what))[0]
 
     async def watch(self) -> NoReturn:
         process = self._process
         if process is not None:
             code = await process.wait()
             if not process.stop_requested:
-                what = f"The {self.config.server_type} server died with exit code {code}."
-                raise ServerDied((await asyncio.to_thread(self._report, what, code))[0])
+                raise ServerDied((await self._explained(f"died with exit code {code}", code))[0])
         await wait_until_cancelled()  # stopped on purpose: there is nothing to report
 
     async def kill(self) -> None:
@@ -418,15 +416,10 @@ async def wait_for_first(
         logger.info(await asyncio.to_thread(line, waited))
 
 
-def starting_line(name: str, waited: float, window: float, log: Path, log_start: int, redact: Redactor) -> str:
-    """What a server says while it starts.
-
-    Args:
-        name: of the engine.
-        log: what the server writes; ``log_start``: since this byte.
-    """
-    last = last_line(redact(read_log(log, log_start)))
-    said = f"The last line of its log ({log}): {last}" if last else f"Its log is empty so far ({log})."
+def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
+    """What a server says while it starts. ``log``: what it has written to the file."""
+    last = last_line(log)
+    said = f"The last line of its log ({path}): {last}" if last else f"Its log is empty so far ({path})."
     return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
 
 
@@ -626,7 +619,7 @@ def last_line(log: str) -> str:
     return ""
 
 
-def report(what: str, argv: tuple[str, ...], log_path: Path, log: str, cause: Cause | None = None) -> str:
+def report(what: str, argv: tuple[str, ...], log_path: Path | None, log: str, cause: Cause | None = None) -> str:
     """An error message: what happened, why, which command, and the last lines of its log."""
     lines = [what]
     if cause is not None:

@@ -16,7 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.config.engines.base import Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports

@@ -24,7 +24,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines.base import Engine, dashed_names
+from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import fingerprint, is_away, is_of_pipeline
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode

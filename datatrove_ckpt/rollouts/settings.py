@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import FormEngine
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, Schema, engine_of
 from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all

@@ -21,8 +21,7 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
-from datatrove_ckpt.config.engines import ServerType
-from datatrove_ckpt.config.engines.base import Launch
+from datatrove_ckpt.config.inference_config import Launch, ServerType
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.testing import FakeServer

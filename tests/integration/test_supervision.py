@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines.base import Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
@@ -618,7 +618,7 @@ WORKER_NODE = """
 import asyncio, sys
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
-from datatrove_ckpt.config.engines.base import Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
 asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """

@@ -12,11 +12,19 @@ from typing import Any, get_args
 
 import pytest
 
-from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import ENGINES, FormEngine, ServerType, base, llamacpp
-from datatrove_ckpt.config.engines.base import SINGLE_NODE, EngineCommand, Launch, Nodes
+from datatrove_ckpt.config import InferenceConfig, inference_config
+from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.engines.vllm import Vllm
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
+    SINGLE_NODE,
+    EngineCommand,
+    FormEngine,
+    Launch,
+    Nodes,
+    ServerType,
+)
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
@@ -140,7 +148,7 @@ def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")
 def test_the_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "find_spec", lambda name: True)
+    monkeypatch.setattr(inference_config, "find_spec", lambda name: True)
     (tmp_path / "m.gguf").touch()
     settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
     everything = os.sched_getaffinity(0)
@@ -294,7 +302,7 @@ def test_a_missing_model_file_is_named(model: str, message: str) -> None:
 
 @pytest.mark.parametrize("server_type", [name for name, engine in ENGINES.items() if engine.package])
 def test_a_missing_engine_says_what_to_install(server_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (base, sys.modules[type(ENGINES[server_type]).__module__]):
+    for module in (inference_config, sys.modules[type(ENGINES[server_type]).__module__]):
         monkeypatch.setattr(module, "find_spec", lambda name: None, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ServerStartFailed, match=rf"pip install 'datatrove-ckpt\[{server_type}\]'"):

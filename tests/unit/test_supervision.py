@@ -14,7 +14,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import ENGINES
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots

@@ -6,15 +6,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from datatrove_ckpt.config.engines.base import (
+from datatrove_ckpt.config.inference_config import (
     PORT_TAKEN,
     Engine,
     EngineCommand,
     FormFields,
     FormValue,
+    InferenceConfig,
     Launch,
     MetricNames,
-    Settings,
     arguments,
     usable_cores,
 )
@@ -37,7 +37,7 @@ class Llamacpp(Engine):
     )
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
-    def find(self, config: Settings) -> str | None:
+    def find(self, config: InferenceConfig) -> str | None:
         """The GGUF file."""
         self.require_package()
         return str(resolve_model_path(config.model_name_or_path))

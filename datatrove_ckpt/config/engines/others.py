@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.config.engines.base import (
+from datatrove_ckpt.config.inference_config import (
     Engine,
     EngineCommand,
     FormFields,
     FormValue,
+    InferenceConfig,
     Launch,
-    Settings,
     arguments,
     flag,
 )
@@ -30,12 +30,12 @@ class Custom(Engine):
     is_known = False
     has_gpus = True
 
-    def check(self, config: Settings) -> None:
+    def check(self, config: InferenceConfig) -> None:
         super().check(config)
         if "server_script" not in (config.model_kwargs or {}):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
 
-    def find(self, config: Settings) -> str | None:
+    def find(self, config: InferenceConfig) -> str | None:
         """The script."""
         script = str((config.model_kwargs or {})["server_script"])
         if not Path(script).is_file():
@@ -58,7 +58,7 @@ class Dummy(Engine):
     name = "dummy"
     is_canned = True
 
-    def check(self, config: Settings) -> None:
+    def check(self, config: InferenceConfig) -> None:
         pass
 
     def command(self, launch: Launch) -> EngineCommand:
@@ -76,7 +76,7 @@ class Endpoint(Engine):
     name = "endpoint"
     is_known = False
 
-    def check(self, config: Settings) -> None:
+    def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:
             raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
         if config.replicas > 1:

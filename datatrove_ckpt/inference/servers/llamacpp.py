@@ -16,8 +16,8 @@ import signal
 import sys
 from typing import Any
 
-from datatrove_ckpt.config.engines.base import API_KEY_VARIABLE, HOST, usable_cores
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
+from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 from datatrove_ckpt.errors import ConfigError
 
 # llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.

@@ -30,8 +30,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines.base import Nodes
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer

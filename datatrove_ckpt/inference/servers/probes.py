@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.config.engines.base import Engine, MetricNames
+from datatrove_ckpt.config.inference_config import Engine, MetricNames
 from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get

@@ -31,10 +31,11 @@ from loguru import logger
 
 from datatrove_ckpt.backoff import backoff_seconds
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import ENGINES
-from datatrove_ckpt.config.engines.base import (
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
     GPU_FULL,
     HOST,
+    LINK_KEY_VARIABLE,
     PORT_TAKEN,
     SINGLE_NODE,
     TOO_FEW_GPUS,
@@ -42,7 +43,6 @@ from datatrove_ckpt.config.engines.base import (
     EngineCommand,
     Nodes,
 )
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, node

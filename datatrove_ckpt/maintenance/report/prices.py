@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from datatrove_ckpt.config.engines import ENGINES
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.report.content import Figure
 from datatrove_ckpt.maintenance.report.scales import compact

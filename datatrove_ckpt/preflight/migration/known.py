@@ -14,7 +14,7 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import ENGINES
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.preflight.migration.findings import Shape

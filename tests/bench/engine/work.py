@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.config.engines.base import API_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE
 from datatrove_ckpt.redaction import Key
 
 INSTRUCTION = (

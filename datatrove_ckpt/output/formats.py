@@ -12,6 +12,8 @@ import orjson
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.output.names import writer_name
+
 Row: TypeAlias = dict[str, Any]
 
 _BLOCK = 1 << 20  # bytes
@@ -97,6 +99,11 @@ FORMATS: tuple[Format, ...] = (Jsonl(), PARQUET)
 
 def format_of(writer: DiskWriter) -> Format | None:
     return next((one for one in FORMATS if one.is_written_by(writer)), None)
+
+
+def is_known(writer: str) -> bool:
+    """Whether the writer that ``run.json`` names has a format. Early versions named datatrove's without the package."""
+    return any(writer in (writer_name(one.writer), one.writer.__name__) for one in FORMATS)
 
 
 def format_of_file(name: str) -> Format | None:

@@ -257,6 +257,7 @@ def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path: Path)
         launch(config(server_python="/nowhere/python"))
 
 
+PYTHONS = ", ".join(name for name, engine in ENGINES.items() if engine.takes_interpreter)
 AUTO = {"max_concurrent_generations": "auto"}
 
 
@@ -267,7 +268,7 @@ AUTO = {"max_concurrent_generations": "auto"}
         ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
         ({"max_concurrent_generations": "all"}, "max_concurrent_generations: 'all' is not a number or \"auto\""),
         ({"server_type": "endpoint", "endpoint_url": "http://x", **AUTO}, "server_type 'endpoint', set a number"),
-        ({"server_type": "llamacpp", "server_python": "python"}, "server_python: is for vllm, sglang, custom only"),
+        ({"server_type": "llamacpp", "server_python": "python"}, f"server_python: is for {PYTHONS} only"),
         ({"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2}, "replicas: launches servers"),
     ],
 )

@@ -16,9 +16,7 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.report.page import page
-from datatrove_ckpt.maintenance.report.prices import Prices
+from datatrove_ckpt.maintenance.report.gather import Prices, gather
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -29,8 +27,8 @@ def report(arguments: argparse.Namespace) -> int:
     prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        content = gather(state, prices, place.config)
-    text = page(content).encode()
+        page = gather(state, prices, place.config)
+    text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)
     else:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from datatrove_ckpt.formatting import duration, plural
+from datatrove_ckpt.formatting import duration, percent, plural
 
 WAITING = "waiting for the server"
 _RATE_SECONDS = 60.0
@@ -263,11 +263,6 @@ class RunProgress:
         parts += [] if left is None else [f"{duration(left)} left"]
         parts += [self.state] if self.state else []
         return ", ".join(parts)
-
-
-def percent(share: float) -> str:
-    """A share as text. Only what is complete is 100 %."""
-    return "100 %" if share >= 1.0 else f"{min(share * 100, 99.9):.1f} %"
 
 
 def bar(progress: RunProgress, columns: int) -> str:

@@ -18,8 +18,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.rank_history import RankHistory
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress
-from datatrove_ckpt.process.screen import LogLines, Report, Screen, reporter
+from datatrove_ckpt.process.screen import WAITING, LogLines, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
 

@@ -25,8 +25,8 @@ from loguru import logger
 
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.manager_watch import end_managers
+from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.process.terminal import leave_terminal
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end

@@ -25,9 +25,9 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.manager_watch import end_managers, managers_gone
 from datatrove_ckpt.process.parent_watch import is_pool_worker
+from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id_in_environment, requeue_if_preempted
-from datatrove_ckpt.process.terminal import leave_terminal
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 # For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.

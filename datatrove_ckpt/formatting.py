@@ -58,6 +58,19 @@ def percent(share: float) -> str:
     return "100 %" if share >= 1.0 else f"{min(share * 100, 99.9):.1f} %"
 
 
+def figure(value: float) -> str:
+    """Three digits, or a whole number in full: "0.123", "12.3", "1,234"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def short(value: float) -> str:
+    """The same, and large numbers in short: "12,345", "123 k", "1.23 M"."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 100 * size or (value >= size and size > 1e3):
+            return f"{figure(value / size)} {unit}"
+    return figure(value)
+
+
 def duration(seconds: float) -> str:
     """Seconds in a readable unit: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from datatrove_ckpt.formatting import byte_size, duration, percent, plural, ranges
+from datatrove_ckpt.formatting import byte_size, duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.inspect import name_place
 from datatrove_ckpt.maintenance.run_state import OTHERS, RankState, RunState, Totals
 
@@ -21,7 +21,6 @@ _LABEL = 10
 _FIRST_SECONDS = 120.0
 # A run that would take this many times less if its largest rank were divided is uneven; but not if it ends soon anyway.
 _UNEVEN, _SOON_SECONDS, _MOST = 2.0, 600.0, 0.9
-_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 @dataclass(frozen=True)
@@ -280,19 +279,6 @@ def _dead(state: RunState) -> str:
     found = (state.totals.dead_letters, state.retried.dead_letters)
     causes = next((_most(causes) for causes in found if 0 < causes.total() <= dead), "")
     return f"{dead:,}" + (f": {causes}" if causes else "")
-
-
-def figure(value: float) -> str:
-    """Three digits: "0.123", "12.3", "1,234"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def short(value: int) -> str:
-    """A large number: "12,345", "1.23 M"."""
-    for unit, size in _UNITS:
-        if value >= 100 * size or (value >= size and size > 1e3):
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,}"
 
 
 # exceptions ----------------------------------------------------------------------------------------------------------

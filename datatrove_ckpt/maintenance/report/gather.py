@@ -17,7 +17,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.formatting import duration, percent, plural
+from datatrove_ckpt.formatting import duration, figure, percent, plural, short
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -27,7 +27,7 @@ from datatrove_ckpt.maintenance.report.histories import (
     time_axis,
     together,
 )
-from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock, compact, grouped, short
+from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from datatrove_ckpt.redaction import HIDDEN, Veil
 
@@ -143,13 +143,13 @@ def figures(run: RunState) -> Iterator[Figure]:
     share = totals.position.share
     note = "of an input of unknown size" if share is None else f"{percent(share)} of the input"
     note += ", estimated" if share is not None and totals.total_is_estimated else ""
-    yield Figure("totals.documents", "Documents", totals.documents, grouped(totals.documents), note)
+    yield Figure("totals.documents", "Documents", totals.documents, figure(totals.documents), note)
     yield _rate(totals, runs)
     yield _time(run, runs)
     for key, label in (("prompt_tokens", "Prompt tokens"), ("completion_tokens", "Completion tokens")):
         number = getattr(done, key)
         now = getattr(totals.rates if runs else totals.average, key)
-        yield Figure(_both(key), label, number, short(number), f"{compact(now)} per second")
+        yield Figure(_both(key), label, number, short(number), f"{short(now)} per second")
     note = f"{done.requests / totals.documents:.2f} per document" if totals.documents else ""
     yield Figure(_both("requests"), "Requests", done.requests, short(done.requests), note)
     note = f"{percent(work.cached / done.requests) if done.requests else '0 %'} of all answers"
@@ -167,16 +167,16 @@ def figures(run: RunState) -> Iterator[Figure]:
     yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
     note = f"{silent or 'none'} ended {NO_WORD}"
     tone = "warning" if silent else ""
-    yield Figure("totals.attempts", "Attempts", totals.attempts, grouped(totals.attempts), note, tone)
+    yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, tone)
     dead = run.together.counts.dead
     note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
-    note += f"; {grouped(run.retried.counts.written)} written by retries" if run.retries else ""
-    yield Figure("delivered.dead", "Dead letters", dead, grouped(dead), note, "warning" if dead else "")
+    note += f"; {figure(run.retried.counts.written)} written by retries" if run.retries else ""
+    yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, "warning" if dead else "")
     parts = [f"{count} {state}" for state, count in totals.states.most_common()]
     parts += [f"{totals.not_started} not started"] if totals.not_started else []
     tone = "critical" if any(totals.states[state] for state in ("failed", "damaged", "lost")) else ""
     number = max(run.tasks, len(run.ranks))
-    yield Figure("totals.tasks", "Ranks", run.tasks or None, grouped(number), ", ".join(parts), tone)
+    yield Figure("totals.tasks", "Ranks", run.tasks or None, figure(number), ", ".join(parts), tone)
 
 
 def _both(key: str) -> str:
@@ -187,9 +187,9 @@ def _both(key: str) -> str:
 def _rate(totals: Totals, runs: bool) -> Figure:
     now, average = round(totals.rates.documents, 6), round(totals.average.documents, 6)
     if runs:
-        note = f"documents/s; average {compact(average)}"
-        return Figure("totals.rates.documents", "Rate now", now, compact(now), note)
-    return Figure("totals.average.documents", "Average rate", average, compact(average), "documents per second")
+        note = f"documents/s; average {short(average)}"
+        return Figure("totals.rates.documents", "Rate now", now, short(now), note)
+    return Figure("totals.average.documents", "Average rate", average, short(average), "documents per second")
 
 
 def _time(run: RunState, runs: bool) -> Figure:
@@ -217,7 +217,7 @@ def costs(run: RunState, prices: Prices, config: Mapping[str, Any], wasted_secon
         hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
         total += hours * prices.gpu_hour
         with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
-        yield Figure("", "GPU hours", hours, compact(hours), with_gpus)
+        yield Figure("", "GPU hours", hours, short(hours), with_gpus)
         amounts.append(("Cost of GPUs", total, f"at {money(prices.gpu_hour)} per GPU hour"))
         lost = wasted_seconds * gpus / 3600 * prices.gpu_hour
         amounts.append(("Lost to interruptions", lost, f"{duration(wasted_seconds)} of starting again"))
@@ -277,7 +277,7 @@ def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -
     kinds = sorted(time.errors.items(), key=lambda item: float(item[1].sum()), reverse=True)
     if rest := kinds[_MAX_KINDS:]:
         kinds[_MAX_KINDS:] = [(f"{len(rest)} other kinds", np.sum([values for _, values in rest], axis=0))]
-    shown = {f"{kind}: {grouped(round(float(values.sum())))}": values for kind, values in kinds if values.sum() > 0}
+    shown = {f"{kind}: {figure(round(float(values.sum())))}": values for kind, values in kinds if values.sum() > 0}
     if shown:
         lines = {label: [round(value, 4) for value in values.tolist()] for label, values in shown.items()}
         yield Chart("Errors over time", edges, lines, cuts)
@@ -288,7 +288,7 @@ def _tables(
 ) -> Iterator[Table]:
     yield _interruptions(together(found))
     causes = run.totals.dead_letters
-    dead = [[name, grouped(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
+    dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
     yield _ranks(ranks)
@@ -327,7 +327,7 @@ def _interruption(one: Interruption) -> list[str]:
         one.place,
         "none yet" if one.away is None else duration(one.away),
         "" if one.starting is None else duration(one.starting),
-        unknown if one.repeated is None else grouped(one.repeated),
+        unknown if one.repeated is None else figure(one.repeated),
     ]
 
 
@@ -349,9 +349,9 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
         if number := sum(buckets.values()):
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
-            rows.append([kind, *(duration(one / 1000) if kind == "latency" else grouped(one) for one in limits)])
-    of = f" of {grouped(requests)}" if counted < requests else ""
-    note = f"{grouped(counted)}{of} requests; numbers are rounded up, by a fifth at most."
+            rows.append([kind, *(duration(one / 1000) if kind == "latency" else figure(one) for one in limits)])
+    of = f" of {figure(requests)}" if counted < requests else ""
+    note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
 
 
@@ -381,17 +381,17 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
             [
                 one.key,
                 state.state,
-                grouped(state.documents),
+                figure(state.documents),
                 "" if share is None else percent(share),
-                "" if rate is None else grouped(rate),
-                grouped(state.number_of_attempts),
-                grouped(state.chunks),
-                grouped(state.journals),
-                grouped(state.counts.dead),
+                "" if rate is None else figure(rate),
+                figure(state.number_of_attempts),
+                figure(state.chunks),
+                figure(state.journals),
+                figure(state.counts.dead),
                 reason,
             ]
         )
-    note = "Documents per second while the rank worked" + (f"; the median is {grouped(median)}." if median else ".")
+    note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
     columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
     return Table("Ranks", columns, rows, note, tones)
 

@@ -17,6 +17,8 @@ from itertools import groupby, pairwise
 from string import Template
 from typing import Literal, TypeAlias
 
+from datatrove_ckpt.formatting import figure, short
+
 _OPEN_ROWS = 24  # a table with more rows is closed at first
 _MAX_NAME, _MAX_LEGEND, _MAX_CELL = 160, 80, 4000
 
@@ -123,14 +125,14 @@ def _figures(figures: Sequence[Figure]) -> Markup:
     return element("dl", *map(_figure, figures), class_="figures")
 
 
-def _figure(figure: Figure) -> Markup:
-    exact = None if figure.value is None else repr(figure.value)
-    kind = f"value {figure.tone}".strip()
+def _figure(one: Figure) -> Markup:
+    exact = None if one.value is None else repr(one.value)
+    kind = f"value {one.tone}".strip()
     return element(
         "div",
-        element("dt", figure.label),
-        element("dd", figure.text, class_=kind, data_figure=figure.key or None, data_value=exact),
-        element("dd", figure.note, class_="remark") if figure.note else "",
+        element("dt", one.label),
+        element("dd", one.text, class_=kind, data_figure=one.key or None, data_value=exact),
+        element("dd", one.note, class_="remark") if one.note else "",
         class_="figure",
     )
 
@@ -173,7 +175,7 @@ def _chart(chart: Chart) -> Markup:
     for value in marks:
         kind = "grid" if value else "axis"
         parts.append(element("path", d=f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}", class_=kind))
-        parts.append(element("text", compact(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
+        parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
     for at, when in time_ticks(edges[0], edges[-1]):
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
         parts.append(element("text", when, x=x(at), y=_FLOOR + 20, text_anchor="middle"))
@@ -186,7 +188,7 @@ def _chart(chart: Chart) -> Markup:
         parts.append(element("path", d=_line(places), class_=f"line s{index}"))
     for index, (low, end) in enumerate(pairwise(edges)):
         lines = [clock(low)]
-        lines += [f"{grouped(values[index] or 0)} {name}" for name, values in chart.lines.items() if values[index]]
+        lines += [f"{figure(values[index] or 0)} {name}" for name, values in chart.lines.items() if values[index]]
         lines += [f"interruptions: {count}" for count in chart.interruptions[index : index + 1] if count]
         title = element("title", "\n".join(lines))
         parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
@@ -227,32 +229,9 @@ def time_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return [(at, f"{datetime.fromtimestamp(at, UTC):{form}}") for at in range(first, math.floor(high) + 1, step)]
 
 
-# numbers -------------------------------------------------------------------------------------------------------------
-
-
 def clock(at: float) -> str:
     """A Unix time for people: "2026-11-21 18:05:00 UTC"."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def compact(value: float) -> str:
-    """A number in three digits: "0.25", "12", "1.2 k", "3.4 M"."""
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= size * 0.9995:
-            return f"{compact(value / size)}{unit}"
-    return f"{value:.0f}" if value == 0 or abs(value) >= 100 else f"{value:.3g}"
-
-
-def short(value: float) -> str:
-    """A count: in full up to a million, in three digits from there on."""
-    return grouped(value) if abs(value) < 1e6 else compact(value)
-
-
-def grouped(value: float) -> str:
-    """A number in full: "1,234,567"; below 100 with up to two decimals."""
-    if value == int(value) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
 # markup --------------------------------------------------------------------------------------------------------------

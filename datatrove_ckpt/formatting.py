@@ -71,6 +71,12 @@ def short(value: float) -> str:
     return figure(value)
 
 
+def filled_cells(share: float, cells: int, rest: str = " ") -> str:
+    """A bar of so many characters, filled by eighths of a character."""
+    full, part = divmod(int(share * cells * 8), 8)
+    return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
+
+
 def duration(seconds: float) -> str:
     """Seconds in a readable unit: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from datatrove_ckpt.formatting import byte_size, duration, figure, percent, plural, ranges, short
+from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.inspect import name_place
 from datatrove_ckpt.maintenance.run_state import OTHERS, RankState, RunState, Totals
 
@@ -39,9 +39,7 @@ class Style:
         if not self.unicode:
             full = int(share * width)
             return "#" * full + "-" * (width - full)
-        eighths = int(share * width * 8)
-        part = " ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else ""
-        return ("█" * (eighths // 8) + part).ljust(width, "░")
+        return filled_cells(share, width, "░")
 
 
 PLAIN = Style()

@@ -25,14 +25,13 @@ from typing import Any, NamedTuple, Self
 import multiprocess
 from loguru import logger
 
-from datatrove_ckpt.formatting import duration, percent, plural
+from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
 
 WAITING = "waiting for the server"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _SAMPLE_SECONDS = 1.0
 _PACE_SECONDS = 30.0
-_SOON = 1e9  # seconds; a longer time left tells nothing
 _LEAST_CELLS, _MOST_CELLS = 8, 40
 
 
@@ -56,6 +55,11 @@ class RankProgress(NamedTuple):
     state: str = ""
 
     @property
+    def work(self) -> list[int]:
+        """In this attempt: documents, requests, tokens."""
+        return [self.finished, self.requests, self.tokens]
+
+    @property
     def has_begun(self) -> bool:
         """It has read something, or finished documents without a word on where it stands."""
         return self.unit is not None or self.finished > 0
@@ -77,10 +81,10 @@ class Rates(NamedTuple):
 
 
 class _Sample(NamedTuple):
+    """The work of this command so far. ``share``: sum of what its ranks have done of their input, each from 0 to 1."""
+
     at: float
-    documents: int
-    requests: int
-    tokens: int
+    work: list[int]
     share: float
 
 
@@ -120,17 +124,16 @@ class RunProgress:
         self, ranks: int = 1, complete: int = 0, documents: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.ranks = ranks
-        self.started = clock()
         self._clock = clock
         self._complete = complete
         self._documents_before = documents
         self._last: dict[int, RankProgress] = {}
         self._done: set[int] = set()
         self._paces: dict[int, _Pace] = {}
-        self._work = {"finished": 0, "requests": 0, "tokens": 0}  # of this command
+        self._work = [0, 0, 0]
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
-        self._samples = deque([_Sample(self.started, 0, 0, 0, 0.0)])
+        self._samples = deque([_Sample(clock(), self._work, 0.0)])
 
     # what ranks report -------------------------------------------------------------------------------------------
 
@@ -138,11 +141,13 @@ class RunProgress:
         """A rank has reported."""
         last = self._last.get(rank)
         self._last[rank] = progress
-        if last is None or last.attempt != progress.attempt:
-            last = progress._replace(finished=0, requests=0, tokens=0)
+        before = [0, 0, 0]
+        if last is not None and last.attempt == progress.attempt:
+            before = last.work
+        else:
             self._paces.pop(rank, None)
-        for name in self._work:
-            self._work[name] += max(0, getattr(progress, name) - getattr(last, name))
+        grown = (now - then for now, then in zip(progress.work, before, strict=True))
+        self._work = [known + max(0, more) for known, more in zip(self._work, grown, strict=True)]
         if (share := progress.share) is not None:
             self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
             self._paces.setdefault(rank, _Pace(self._clock(), share)).note(self._clock(), share)
@@ -161,7 +166,7 @@ class RunProgress:
     def sample(self) -> None:
         """Notes the work so far, for the rates. Called once a second or more often."""
         now = self._clock()
-        if not self._gained and not any(self._work.values()):  # servers start: that is no rate
+        if not self._gained and not any(self._work):  # servers start: that is no rate
             self._samples[0] = self._sample(now)
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
             return
@@ -170,14 +175,9 @@ class RunProgress:
             self._samples.popleft()
 
     def _sample(self, now: float) -> _Sample:
-        return _Sample(now, self.finished, self.requests, self._work["tokens"], self._gained)
+        return _Sample(now, self._work, self._gained)
 
     # what it comes to --------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        """Since the start of the command."""
-        return self._clock() - self.started
 
     @property
     def documents(self) -> int:
@@ -187,12 +187,12 @@ class RunProgress:
     @property
     def finished(self) -> int:
         """Documents that this command finished."""
-        return self._work["finished"]
+        return self._work[0]
 
     @property
     def requests(self) -> int:
         """Requests that ended in this command."""
-        return self._work["requests"]
+        return self._work[1]
 
     @property
     def complete_ranks(self) -> int:
@@ -231,11 +231,7 @@ class RunProgress:
         now = self._sample(self._clock())
         first = self._since(now.at - _RATE_SECONDS)
         seconds = max(now.at - first.at, 1e-9)
-        return Rates(
-            (now.documents - first.documents) / seconds,
-            (now.requests - first.requests) / seconds,
-            (now.tokens - first.tokens) / seconds,
-        )
+        return Rates(*((after - before) / seconds for before, after in zip(first.work, now.work, strict=True)))
 
     @property
     def seconds_left(self) -> float | None:
@@ -245,13 +241,9 @@ class RunProgress:
         if share is None or self._gained <= first.share or now <= first.at:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
-        left = max((1.0 - share) / rate, self._slowest(now))
-        return left if left < _SOON else None
-
-    def _slowest(self, now: float) -> float:
-        """The seconds that the last rank at work needs alone."""
-        at_work = ((rank, self._last[rank].share) for rank in self._paces.keys() - self._done)
-        return max((self._paces[rank].seconds_left(now, share) for rank, share in at_work if share), default=0.0)
+        at_work = ((pace, self._last[rank].share) for rank, pace in self._paces.items() if rank not in self._done)
+        alone = (pace.seconds_left(now, share) for pace, share in at_work if share)
+        return max([(1.0 - share) / rate, *alone])
 
     def _since(self, at: float) -> _Sample:
         """The first sample at this time or later; the last one if there is none."""
@@ -301,13 +293,8 @@ def bar(progress: RunProgress, columns: int) -> str:
             break
     if share is None:
         return tail[: columns - 1]
-    cells = _cells(share, min(room, _MOST_CELLS)) if room >= _LEAST_CELLS else ""
-    return f"{head} |{cells}| {tail}"[: columns - 1] if cells else f"{head} {tail}"[: columns - 1]
-
-
-def _cells(share: float, cells: int) -> str:
-    full, part = divmod(int(share * cells * 8), 8)
-    return f"{'█' * full}{'▏▎▍▌▋▊▉'[part - 1] if part else ''}".ljust(cells)
+    cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
+    return f"{head} {cells}{tail}"[: columns - 1]
 
 
 # the last line of a terminal ------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import orjson
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
@@ -79,7 +78,7 @@ def gather(run: RunState, prices: Prices, config: Mapping[str, Any]) -> Page:
     """
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
-    ranks = [_Rank(state, _log(state, lines)) for state in states]
+    ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
     found = [each for one in ranks for each in interruptions(one.key, one.log, one.runs)]
     state = _overall(run)
     return Page(
@@ -96,13 +95,6 @@ def gather(run: RunState, prices: Prices, config: Mapping[str, Any]) -> Page:
         tables=[table for table in _tables(run, ranks, found, config) if table.rows],
         missing=list(_missing(run, ranks)),
     )
-
-
-def _log(state: RankState, lines: int) -> RankLog:
-    try:
-        return read_log(state.folder / HISTORY, lines)
-    except CkptError:
-        return RankLog()  # counted in ``_missing``
 
 
 def _overall(run: RunState) -> str:

@@ -10,6 +10,7 @@ for as long as between its last two lines), because the next line would have bee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
@@ -104,16 +104,15 @@ class RankLog:
 
 
 def read_log(path: Path, most: int) -> RankLog:
-    """Reads a history; what is no file, such as a pipe, has no attempts: ``status`` says what is damaged.
+    """Reads a history. What cannot be read, or is no file, has no attempts: ``status`` says what is damaged.
 
     Args:
         most: progress lines to read, besides the first and the last one of each attempt.
-
-    Raises:
-        StorageFailed: it cannot be read.
     """
-    with explained("read", path):
-        return parse_log(path.read_bytes(), most) if path.is_file() else RankLog()
+    with suppress(OSError):
+        if path.is_file():
+            return parse_log(path.read_bytes(), most)
+    return RankLog()
 
 
 def parse_log(data: bytes, most: int = 1000) -> RankLog:

@@ -161,8 +161,8 @@ _DAY = 86400
 
 
 def _chart(chart: Chart) -> Markup:
-    edges = chart.edges
-    known = (value for values in chart.lines.values() for value in values if value is not None)
+    edges, shown = chart.edges, [(shortened(line, _MAX_LEGEND), values) for line, values in chart.lines.items()]
+    known = (value for _, values in shown for value in values if value is not None)
     marks = ticks(max(known, default=0.0))
 
     def x(at: float) -> float:
@@ -183,19 +183,17 @@ def _chart(chart: Chart) -> Markup:
     if any(chart.interruptions):
         cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
         parts.append(element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut"))
-    for index, values in enumerate(chart.lines.values()):
+    for index, (_, values) in enumerate(shown):
         places = [None if value is None else (at, y(value)) for at, value in zip(middles, values, strict=True)]
         parts.append(element("path", d=_line(places), class_=f"line s{index}"))
     for index, (low, end) in enumerate(pairwise(edges)):
         lines = [clock(low)]
-        lines += [f"{figure(values[index] or 0)} {name}" for name, values in chart.lines.items() if values[index]]
-        lines += [f"interruptions: {count}" for count in chart.interruptions[index : index + 1] if count]
+        lines += [f"{figure(values[index] or 0)} {line}" for line, values in shown if values[index]]
+        if count := chart.interruptions[index]:
+            lines.append(f"interruptions: {count}")
         title = element("title", "\n".join(lines))
         parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
-    keys = [
-        element("span", element("i", class_=f"key s{index}"), shortened(line, _MAX_LEGEND))
-        for index, line in enumerate(chart.lines)
-    ]
+    keys = [element("span", element("i", class_=f"key s{index}"), name(line)) for index, (line, _) in enumerate(shown)]
     note = element("p", "Red triangles: attempts that ended unfinished.") if any(chart.interruptions) else ""
     drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title)
     return element("section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing)

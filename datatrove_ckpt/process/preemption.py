@@ -40,8 +40,7 @@ from loguru import logger
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process.event_loop import call_soon, has_left_behind
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.manager_watch import end_managers, managers_gone
-from datatrove_ckpt.process.parent_watch import is_pool_worker
+from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import (

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.timeout(600)  # the first one may install Chromium
 
 # A minute of the history is half a second long.
 ROLLOUT = """
-from datatrove_ckpt.generation import rank_history
+from datatrove_ckpt.generation import progress
 
-rank_history.MINUTE_SECONDS = 0.5
+progress.MINUTE_SECONDS = 0.5
 
 
 async def rollout(document, generate):

@@ -1,13 +1,14 @@
-"""Ends what this process would leave behind, and this process where its parent has left it.
+"""Parent watch: kills a pool worker whose parent process has died.
 
-**Pool workers.** Ray kills an actor with SIGKILL. The workers of the actor's pool survive, and Ray gives the rank to
-another actor at once. A surviving worker would hold the rank's lock, and its server the GPUs, for a result that nobody
-takes. So the worker gets SIGKILL, too, without a drain: the next actor must find the rank free. Answers are already
-saved.
+Ray kills an actor with SIGKILL. The workers of the actor's pool survive, and Ray gives the rank to another actor at
+once. A surviving worker would hold the rank's lock, and its server the GPUs, for a result that nobody takes. So the
+worker gets SIGKILL, too, without a drain: the next actor must find the rank free. Answers are already saved.
 
-**Managers.** ``LocalPipelineExecutor`` starts a manager process. It ends in a ``finally`` block of datatrove's, so it
-stays for ever if our process is killed, and it holds standard output open: ``job | tee log`` never ends. So a third
-process waits for the end of ours, and then kills the manager (``manager_guard.py``).
+The other way round, it ends datatrove's manager process with this one.
+
+``LocalPipelineExecutor`` starts a manager process. It ends in a ``finally`` block of datatrove's, so it stays for ever
+if our process is killed, and it holds standard output open: ``job | tee log`` never ends. So a third process waits for
+the end of ours, and then kills the manager (``manager_guard.py``).
 """
 
 from __future__ import annotations
@@ -24,40 +25,6 @@ from pathlib import Path
 
 import multiprocess
 from multiprocess.process import BaseProcess
-
-_PR_SET_PDEATHSIG = 1
-_THREAD_NAME = "datatrove-ckpt parent watch"
-
-
-def is_pool_worker() -> bool:
-    return "PoolWorker" in str(multiprocess.current_process().name)
-
-
-def die_with_parent() -> None:
-    """Starts the parent watch in a pool worker. Does nothing in any other process."""
-    parent = multiprocess.parent_process()
-    if not is_pool_worker() or parent is None:
-        return
-    # Both ways are needed. multiprocess watches a pipe, which the other workers of a forked pool may hold open. The
-    # kernel watches the process that forked this one: a fork server may outlive the parent, or end of a signal on which
-    # this worker drains.
-    if sys.platform == "linux" and os.getppid() == parent.pid:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
-        kill_after(parent.join)
-
-
-def kill_after(wait: Callable[[], object]) -> None:
-    """Kills this process when the call returns, which is made in a thread."""
-
-    def kill() -> None:
-        wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, name=_THREAD_NAME, daemon=True).start()
-
-
-# datatrove's manager ------------------------------------------------------------------------------------------------
 
 _GUARD = Path(__file__).with_name("manager_guard.py")
 
@@ -119,3 +86,35 @@ def end_managers() -> None:
     """For a process that ends now, past datatrove's ``finally``."""
     for manager in _managers():
         manager.terminate()
+
+
+_PR_SET_PDEATHSIG = 1
+_THREAD_NAME = "datatrove-ckpt parent watch"
+
+
+def is_pool_worker() -> bool:
+    return "PoolWorker" in str(multiprocess.current_process().name)
+
+
+def die_with_parent() -> None:
+    """Starts the parent watch in a pool worker. Does nothing in any other process."""
+    parent = multiprocess.parent_process()
+    if not is_pool_worker() or parent is None:
+        return
+    # Both ways are needed. multiprocess watches a pipe, which the other workers of a forked pool may hold open. The
+    # kernel watches the process that forked this one: a fork server may outlive the parent, or end of a signal on which
+    # this worker drains.
+    if sys.platform == "linux" and os.getppid() == parent.pid:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        kill_after(parent.join)
+
+
+def kill_after(wait: Callable[[], object]) -> None:
+    """Kills this process when the call returns, which is made in a thread."""
+
+    def kill() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, name=_THREAD_NAME, daemon=True).start()

@@ -18,9 +18,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TextIO
 
 import multiprocess
 from loguru import logger
@@ -370,7 +370,10 @@ class BarTerminal:
         with self._lock:
             if self._text is None or not self._is_open or self._is_partial:
                 return
-            self._bar = self._text(self._columns())
+            columns = 0
+            with suppress(OSError):
+                columns = os.get_terminal_size(self._fd).columns
+            self._bar = self._text(columns or _FALLBACK_COLUMNS)
             self._put(f"{_CLEAR}{self._bar}\r")
 
     def print(self, text: str) -> None:
@@ -384,12 +387,6 @@ class BarTerminal:
     def _put(self, text: str) -> None:
         with suppress(OSError):  # the terminal is gone: no reason to fail
             _write_all(self._fd, text)
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._fd).columns or _FALLBACK_COLUMNS
-        except OSError:
-            return _FALLBACK_COLUMNS
 
     def remove(self) -> None:
         """Clears the bar in any thread. It waits for no lock, so that the process can end."""
@@ -409,7 +406,7 @@ class Above:
         stream: what it replaces.
     """
 
-    def __init__(self, stream: Any, terminal: BarTerminal) -> None:
+    def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
         self.stream = stream
         self._terminal = terminal
         self._pending = ""
@@ -417,13 +414,13 @@ class Above:
     def write(self, text: str) -> int:
         """Prints whole lines; the rest waits for its end, or for ``flush``."""
         if not self._terminal._is_open:
-            return int(self.stream.write(text))
+            return self.stream.write(text)
         lines, line_break, self._pending = (self._pending + text).rpartition("\n")
         if line_break:
             self._terminal.print(f"{lines}\n")
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -457,13 +454,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _is_same_terminal(stream: Any, fd: int) -> bool:
+def _is_same_terminal(stream: TextIO, fd: int) -> bool:
     with suppress(AttributeError, OSError, ValueError):
-        return bool(stream.isatty()) and os.fstat(stream.fileno()).st_rdev == os.fstat(fd).st_rdev
+        return stream.isatty() and os.fstat(stream.fileno()).st_rdev == os.fstat(fd).st_rdev
     return False
 
 
-def _move_logging(old: Any, new: Any) -> None:
+def _move_logging(old: object, new: object) -> None:
     """Lets loguru's handlers for a stream write to another one. Added again, they would lose their settings."""
     for handler in getattr(getattr(logger, "_core", None), "handlers", {}).values():
         sink: Any = getattr(handler, "_sink", None)
@@ -594,7 +591,7 @@ def reporting_to(report: Report, below: bool) -> Iterator[None]:
     global _report
     before, _report = _report, report
     try:
-        if below and sys.stderr is not None and has_terminal():
+        if below and has_terminal():
             with BarTerminal():
                 yield
         else:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 import orjson
@@ -70,7 +69,7 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, config: Mapping[str, Any]) -> Page:
+def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing.
 
     Args:
@@ -196,7 +195,7 @@ def _time(run: RunState, runs: bool) -> Figure:
     return Figure("totals.working_seconds", "Time worked", worked, duration(worked), since)
 
 
-def costs(run: RunState, prices: Prices, config: Mapping[str, Any], wasted_seconds: float) -> Iterator[Figure]:
+def costs(run: RunState, prices: Prices, config: Mapping[str, object], wasted_seconds: float) -> Iterator[Figure]:
     """One figure for each price, the sum, and what that means for a million documents.
 
     Args:
@@ -276,7 +275,7 @@ def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -
 
 
 def _tables(
-    run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption], config: Mapping[str, Any]
+    run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption], config: Mapping[str, object]
 ) -> Iterator[Table]:
     yield _interruptions(together(found))
     causes = run.totals.dead_letters
@@ -388,7 +387,7 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
     return Table("Ranks", columns, rows, note, tones)
 
 
-def _flat(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _flat(node: object, name: str = "") -> Iterator[tuple[str, str]]:
     """The leaves of nested settings, with dotted names, without secrets."""
     if repr(Veil(name, node)) == HIDDEN and not name.endswith(".metadata_key"):
         yield name, HIDDEN

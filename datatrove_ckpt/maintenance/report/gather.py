@@ -145,29 +145,30 @@ def figures(run: RunState) -> Iterator[Figure]:
     yield Figure(_both("requests"), "Requests", done.requests, short(done.requests), note)
     note = f"{percent(work.cached / done.requests) if done.requests else '0 %'} of all answers"
     yield Figure("totals.work.cached", "From the cache", work.cached, short(work.cached), note)
-    tone: Tone = "warning" if work.restarts else ""
-    note = plural(work.restarts, "server restart")
+    note, tone = plural(work.restarts, "server restart"), _warning(work.restarts)
     yield Figure("totals.work.retries", "Retries", work.retries, short(work.retries), note, tone)
     text, note = short(done.cut_off), f"{short(done.empty)} empty, of {short(done.answers)} answers"
     if done.read and not done.answers:  # an earlier release did not note it
         text, note = "not known", ""
-    tone = "warning" if done.cut_off or done.empty else ""
-    yield Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, tone)
+    yield Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, _warning(done.cut_off + done.empty))
     lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
     text, note = short(lost), "in flight at the last lines of attempts that were killed"
     yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
     note = f"{silent or 'none'} ended {NO_WORD}"
-    tone = "warning" if silent else ""
-    yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, tone)
+    yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
     dead = run.together.counts.dead
     note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
     note += f"; {figure(run.retried.counts.written)} written by retries" if run.retries else ""
-    yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, "warning" if dead else "")
+    yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, _warning(dead))
     parts = [f"{count} {state}" for state, count in totals.states.most_common()]
     parts += [f"{totals.not_started} not started"] if totals.not_started else []
     tone = "critical" if any(totals.states[state] for state in ("failed", "damaged", "lost")) else ""
     number = max(run.tasks, len(run.ranks))
     yield Figure("totals.tasks", "Ranks", run.tasks or None, figure(number), ", ".join(parts), tone)
+
+
+def _warning(number: int) -> Tone:
+    return "warning" if number else ""
 
 
 def _both(key: str) -> str:

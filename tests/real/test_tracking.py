@@ -18,8 +18,8 @@ import pytest
 
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
 from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.generation.export import exporter
-from datatrove_ckpt.generation.export.tracked_runs import JobSettings
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
 from tests.integration.test_monitoring import no_tracking_left
@@ -99,12 +99,12 @@ def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, m
 def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datatrove_ckpt.generation.export.job_points import Point
-    from datatrove_ckpt.generation.export.tracked_runs import MlflowRun
+    from datatrove_ckpt.maintenance.tracked_runs import MlflowRun
+    from datatrove_ckpt.maintenance.tracking import Point
 
-    def job(temperature: str) -> JobSettings:
+    def job(temperature: str) -> TrackedJob:
         uri = (tmp_path / "runs").as_uri()
-        return JobSettings(str(tmp_path), "id", "books", 1, mlflow_uri=uri, parameters={"temperature": temperature})
+        return TrackedJob("id", "books", 1, mlflow_uri=uri, parameters={"temperature": temperature})
 
     first = MlflowRun(job("0"), 1000.0)
     first.send([Point(1060.0, {"documents": 1.0})])

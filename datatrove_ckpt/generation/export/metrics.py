@@ -3,19 +3,16 @@
 Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows. Those counters start
 from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
 gauge: after a kill it may be a little lower than before, which would make a counter look as if it had started again.
-
-A ``Snapshot`` is plain JSON, so that the process that serves the port can get it from the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread
-
-Snapshot: TypeAlias = dict[str, Any]
-"""``labels`` of the rank, and ``values``: by metric, a list of [label values, number or histogram]."""
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread, WorkCounts
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -68,107 +65,86 @@ _METRICS = {
 }
 METRICS = {PREFIX + name: metric for name, metric in _METRICS.items()}
 
-# Upper ends of the histograms' buckets, as powers of two: 1 ms to 35 min, 1 token to 131,072.
-_MILLISECONDS, _TOKENS = range(0, 22), range(0, 18)
+
+class Histogram(NamedTuple):
+    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all values."""
+
+    buckets: list[tuple[str, int]]
+    sum: float
+
+
+Values: TypeAlias = dict[tuple[str, ...], float] | Histogram | float | None
+"""Of a metric: by the values of its own labels, or the only one. None: not known."""
 
 
 @dataclass(frozen=True)
-class RankLabels:
-    """Which rank it is, and where it works.
+class RankNow:
+    """Which rank it is, where it works, and how far it is.
 
     Attributes:
         run: the job's name.
         job: of Slurm; "" outside of it.
-        started_at: Unix seconds.
+        started_at, now: Unix seconds.
         ranks: how many the job has.
+        state: one of ``STATES``.
     """
 
     run: str
     rank: int
-    version: str
     host: str
     job: str
     started_at: float
     ranks: int
+    state: str
+    now: float
+    progress: Progress
+    spread: Spread
 
-    def snapshot(self, state: str, now: float, progress: Progress | None, spread: Spread | None) -> Snapshot:
-        """The rank's metrics. ``now``: Unix seconds. ``progress``, ``spread``: None if there is nothing yet."""
-        values = _Values()
-        values.add("rank_info", 1, self.version, self.host, self.job)
-        for name in STATES:
-            values.add("rank_state", int(name == state), name)
-        values.add("job_ranks", self.ranks)
-        values.add("updated_timestamp_seconds", round(now, 3))
-        values.add("attempt_start_timestamp_seconds", round(self.started_at, 3))
-        if progress is not None:
-            _add_rank(values, progress)
-            _add_attempt(values, progress)
-        if spread is not None:
-            values.add("request_duration_seconds", _histogram(spread.milliseconds, _MILLISECONDS, 1000.0))
-            values.add("request_prompt_tokens", _histogram(spread.prompt_tokens, _TOKENS))
-            values.add("request_completion_tokens", _histogram(spread.completion_tokens, _TOKENS))
-        return {"labels": {"run": self.run, "rank": str(self.rank)}, "values": values.found}
-
-
-class _Values:
-    def __init__(self) -> None:
-        self.found: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
-
-    def add(self, name: str, value: Any, *labels: str) -> None:
-        self.found.setdefault(PREFIX + name, []).append((labels, value))
-
-
-def _add_rank(values: _Values, progress: Progress) -> None:
-    """Sums over all attempts."""
-    documents = progress.documents
-    values.add("rank_seconds", progress.seconds.inference, "inference")
-    values.add("rank_seconds", progress.seconds.total, "total")
-    for outcome in ("written", "dropped", "dead"):
-        values.add("rank_documents", getattr(documents, outcome), outcome)
-    values.add("rank_requests", documents.requests)
-    values.add("rank_tokens", documents.prompt_tokens, "prompt")
-    values.add("rank_tokens", documents.completion_tokens, "completion")
-    values.add("rank_chunks", progress.chunks)
-    position = progress.position
-    if (share := position.share) is not None:
-        values.add("input_done_ratio", share)
-    if position.unit is not None:
-        values.add(f"input_done_{position.unit}", position.done)
-        if position.total is not None:
-            values.add(f"input_size_{position.unit}", position.total)
+    def values(self) -> dict[str, Values]:
+        """By the names in ``METRICS``. Those of an input whose position is not known are left out."""
+        total, own, position = self.progress, self.progress.own, self.progress.position
+        found: dict[str, Values] = {
+            "rank_info": {(__version__, self.host, self.job): 1},
+            "rank_state": {(state,): int(state == self.state) for state in STATES},
+            "job_ranks": self.ranks,
+            "updated_timestamp_seconds": round(self.now, 3),
+            "attempt_start_timestamp_seconds": round(self.started_at, 3),
+            "rank_seconds": {("inference",): total.seconds.inference, ("total",): total.seconds.total},
+            "rank_documents": {(name,): getattr(total.documents, name) for name in ("written", "dropped", "dead")},
+            "rank_requests": total.documents.requests,
+            "rank_tokens": _tokens(total.documents),
+            "rank_chunks": total.chunks,
+            "input_done_ratio": position.share,
+            f"input_done_{position.unit}": position.done,
+            f"input_size_{position.unit}": position.total,
+            "documents_total": own.documents,
+            "documents_in_progress": total.in_work,
+            "requests_total": {("answered",): own.requests - own.failed, ("failed",): own.failed},
+            "requests_in_flight": total.in_flight,
+            "requests_waiting": total.waiting,
+            "request_attempts_total": own.sent,
+            "request_retries_total": {("error",): own.retries, ("server_lost",): own.resent},
+            "request_errors_total": {(kind,): count for kind, count in own.errors.items()},
+            "cache_hits_total": own.cached,
+            "tokens_total": _tokens(own),
+            "server_restarts_total": own.restarts,
+            "request_duration_seconds": _histogram(self.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+            "request_prompt_tokens": _histogram(self.spread.prompt_tokens, 18),
+            "request_completion_tokens": _histogram(self.spread.completion_tokens, 18),
+        }
+        return {PREFIX + name: values for name, values in found.items()}
 
 
-def _add_attempt(values: _Values, progress: Progress) -> None:
-    own = progress.own
-    values.add("documents_total", own.documents)
-    values.add("documents_in_progress", progress.in_work)
-    values.add("requests_total", own.requests - own.failed, "answered")
-    values.add("requests_total", own.failed, "failed")
-    values.add("requests_in_flight", progress.in_flight)
-    values.add("requests_waiting", progress.waiting)
-    values.add("request_attempts_total", own.sent)
-    values.add("request_retries_total", own.retries, "error")
-    values.add("request_retries_total", own.resent, "server_lost")
-    for kind, count in own.errors.items():
-        values.add("request_errors_total", count, kind)
-    values.add("cache_hits_total", own.cached)
-    values.add("tokens_total", own.prompt_tokens, "prompt")
-    values.add("tokens_total", own.completion_tokens, "completion")
-    values.add("server_restarts_total", own.restarts)
+def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
+    return {("prompt",): counts.prompt_tokens, ("completion",): counts.completion_tokens}
 
 
-def _histogram(buckets: Buckets, powers: range, divisor: float = 1.0) -> Snapshot:
-    """As Prometheus has it: [upper end, number of values up to it], and their sum.
-
-    The sum is made of the buckets' middles, which are at most 9 % off.
-    """
-    counts = dict(buckets)
+def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
+    """``ends``: upper ends of the buckets, as powers of two from 1 on. The sum is of their middles, at most 9 % off."""
     found: list[tuple[str, int]] = []
-    below = Buckets.lower
-    for power in powers:
-        end = 4 * power  # the last of our buckets below 2 ** power
-        total = sum(count for bucket, count in counts.items() if bucket <= end)
-        found.append((repr(2.0**power / divisor), total))
-    found.append(("+Inf", sum(counts.values())))
-    middles = (count * (below(bucket) + below(bucket + 1)) / 2 for bucket, count in counts.items())
-    return {"buckets": found, "sum": sum(middles) / divisor}
+    for power in range(ends):
+        upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)  # the last one below 2 ** power
+        found.append((repr(2.0**power / divisor), upto))
+    found.append(("+Inf", sum(buckets.values())))
+    middles = (count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2 for bucket, count in buckets.items())
+    return Histogram(found, sum(middles) / divisor)

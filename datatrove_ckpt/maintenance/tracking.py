@@ -1,20 +1,31 @@
-"""The histories of a job's ranks as points in time: what MLflow and Weights & Biases draw.
+"""``datatrove-ckpt track``: reads the histories of a job's ranks, and sends them to MLflow and to Weights & Biases.
 
-Each point is the sum over all ranks. A point belongs to a minute of the histories, not to the moment at which it is
-made: what could not be sent during an outage is sent later, with its own time. A line that comes too late for its
-minute, as of a node whose clock is wrong, counts in the next point.
+What they draw are points in time, each the sum over all ranks. A point belongs to a minute of the histories, not to the
+moment at which it is made: what could not be sent during an outage is sent later, with its own time. A line that comes
+too late for its minute, as of a node whose clock is wrong, counts in the next point. What was sent before is asked of
+MLflow and of Weights & Biases, so whoever reads next goes on there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import orjson
 
 from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, parse_history
-from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.versions import settings_in
+from datatrove_ckpt.config.monitoring import MonitoringConfig, TrackedJob
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance.where import Place, runner_arguments
 
 POINT_SECONDS = 60.0
 # A rank writes a line each minute. One that is silent for longer was killed, or its node is gone.
@@ -217,3 +228,113 @@ class JobHistories:
         if offset and records:
             self.whole_from = max(self.whole_from, records[0].at)
         return records
+
+
+class TrackedRun(Protocol):
+    """A job's run at MLflow, or at Weights & Biases. Each call may take a long time, or raise anything.
+
+    Attributes:
+        sent_until: Unix seconds of the last point that is there; 0 if none is.
+    """
+
+    sent_until: float
+
+    def send(self, points: Sequence[Point]) -> None: ...
+    def set_status(self, status: str) -> None: ...
+    def attach(self, file: Path) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Sends one job's points.
+
+    Args:
+        root: the folder with the checkpoints.
+        make_runs: each finds or makes a run, when there is something to send; it is given the Unix seconds of the
+            first record, may take long, or raise anything.
+        make_report: writes the job's report, if it can.
+
+    Attributes:
+        is_over: no rank is at work, and all is sent.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        ranks: int,
+        make_runs: list[Callable[[float], TrackedRun]],
+        make_report: Callable[[Path], bool],
+    ) -> None:
+        self.is_over = False
+        self._histories = JobHistories(root)
+        self._points = JobPoints(ranks)
+        self._waiting: list[Point] = []
+        self._makers = make_runs
+        self._runs: list[TrackedRun | None] = [None] * len(make_runs)
+        self._make_report = make_report
+        self._failed = False
+
+    def work(self, everything: bool) -> str:
+        """Sends what is new. What cannot be sent waits for the next call.
+
+        Args:
+            everything: also what belongs to the minute that is not over.
+
+        Returns:
+            Why something could not be sent; "" if everything was.
+        """
+        records = self._histories.new_records()
+        if self.is_over and not records:  # of an end, only time could make a point: that of the minute that it is in
+            return ""
+        now = time.time()
+        self._waiting += self._points.add(records, now)
+        if everything or self._points.status(now) != "RUNNING":  # no rank asks for it any more
+            self._waiting += self._points.latest()
+        self._waiting = [point for point in self._waiting if point.at >= self._histories.whole_from]
+        if not self._waiting and not records and not self._failed:
+            return ""
+        problems = [self._send_to(index, now) for index in range(len(self._makers))]
+        self._failed = any(problems)
+        if not self._failed:
+            self._waiting.clear()
+            self.is_over = self._points.status(now) != "RUNNING"
+        return "; ".join(filter(None, problems))
+
+    def _send_to(self, index: int, now: float) -> str:
+        """What went wrong; "" if nothing did."""
+        try:
+            if (run := self._runs[index]) is None:
+                run = self._runs[index] = self._makers[index](self._points.first_at)
+            run.send(self._waiting)
+            status = self._points.status(now)
+            if status == "FINISHED":
+                with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-report-") as folder:
+                    file = Path(folder) / "report.html"
+                    if self._make_report(file):
+                        run.attach(file)
+            run.set_status(status)
+            if status != "RUNNING":
+                self._runs[index] = None  # the next attempt of the job finds it again
+                run.close()
+        except Exception as error:  # of a library, of its server, of the network
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def job_of(place: Place) -> TrackedJob:
+    """What a tracker is told about the run.
+
+    Raises:
+        ConfigError: the run is not tracked, and the YAML file says no more.
+    """
+    with suppress(FileNotFoundError):
+        return TrackedJob(**orjson.loads((place.folder / TRACKING).read_bytes()))
+    found = runner_arguments(place.config)
+    config = MonitoringConfig(**(found.get("monitoring") or {}))
+    ranks = [rank_folder(place.folder, rank) / RUN for rank in rank_numbers(place.folder)]
+    if not config.wants_tracking or not ranks:
+        raise ConfigError(
+            f"{place.what}: no run was started there with monitoring.mlflow_uri or monitoring.wandb_project. Of a "
+            "mirror, give the YAML file of the run."
+        )
+    return config.tracked_job(Path(found["checkpoints_local_dir"]).absolute(), settings_in(read_run(ranks[0])), {})

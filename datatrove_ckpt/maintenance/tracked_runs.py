@@ -1,4 +1,4 @@
-"""A job as one run of MLflow, and one of Weights & Biases. Only the process of ``tracker.py`` uses this.
+"""A job as one run of MLflow, and one of Weights & Biases. Only ``datatrove-ckpt track`` uses this.
 
 All attempts of a job find their run again by the job's id. MLflow gives a run its id, so there the job's id is a tag.
 What was sent before is asked of MLflow and of Weights & Biases, so no file says it that could be lost with a node.
@@ -7,62 +7,16 @@ What was sent before is asked of MLflow and of Weights & Biases, so no file says
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from datatrove_ckpt.generation.export.job_points import Point
+from datatrove_ckpt.config.monitoring import TrackedJob
+from datatrove_ckpt.maintenance.tracking import Point
 
 _JOB_TAG = "datatrove_ckpt.job"
-# Held while a run is made. In MLflow's folders a run is there before its tag is; a process that ended in between would
-# leave a run that the next attempt does not find.
-MAKING = threading.Lock()
 _MAX_VALUE = 500  # characters, of a parameter: the shortest limit of MLflow's stores
 _AT = "at"  # a metric of W&B: Unix seconds of the point
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What a tracker is told about its job. Plain JSON, without secrets.
-
-    Attributes:
-        root: ``checkpoints_local_dir``.
-        job: id of the job: the same in all attempts, on all nodes.
-        run_name: for people.
-        ranks: of the job.
-        prefix: of each metric: "" or the node's name with a slash.
-        seconds: between two sendings.
-        mlflow_uri, mlflow_experiment, wandb_project: see ``MonitoringConfig``.
-        parameters: the settings of the run.
-    """
-
-    root: str
-    job: str
-    run_name: str
-    ranks: int
-    prefix: str = ""
-    seconds: float = 60.0
-    mlflow_uri: str | None = None
-    mlflow_experiment: str = "datatrove-ckpt"
-    wandb_project: str | None = None
-    parameters: dict[str, str] = field(default_factory=dict)
-
-
-class TrackedRun(Protocol):
-    """Each call may take a long time, or raise anything.
-
-    Attributes:
-        sent_until: Unix seconds of the last point that is there; 0 if none is.
-    """
-
-    sent_until: float
-
-    def send(self, points: Sequence[Point]) -> None: ...
-    def set_status(self, status: str) -> None: ...
-    def attach(self, file: Path) -> None: ...
-    def close(self) -> None: ...
 
 
 class MlflowRun:
@@ -73,7 +27,7 @@ class MlflowRun:
             of the same name, in folders that were deleted since.
     """
 
-    def __init__(self, job: JobSettings, first_at: float) -> None:
+    def __init__(self, job: TrackedJob, first_at: float) -> None:
         uri = job.mlflow_uri or ""
         # A request must not take longer than the patience of who waits for it; MLflow's own default is 20 minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -85,10 +39,7 @@ class MlflowRun:
         self._job = job
         self._client = MlflowClient(tracking_uri=uri)
         self._experiment = self._find_experiment()
-        run = self._find(first_at)
-        if run is None:
-            with MAKING:
-                run = self._make(first_at)
+        run = self._find(first_at) or self._make(first_at)
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
         self._status = ""
@@ -98,14 +49,8 @@ class MlflowRun:
 
     def _find_experiment(self) -> str:
         name = self._job.mlflow_experiment
-        if (found := self._client.get_experiment_by_name(name)) is not None:
-            return str(found.experiment_id)
-        try:
-            return str(self._client.create_experiment(name))
-        except Exception:  # another node has made it at the same moment
-            if (found := self._client.get_experiment_by_name(name)) is None:
-                raise
-            return str(found.experiment_id)
+        found = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
     def _find(self, first_at: float) -> Any | None:
         wanted = f"tags.`{_JOB_TAG}` = '{self._job.job}'"
@@ -168,9 +113,9 @@ class MlflowRun:
 
 
 class WandbRun:
-    """A run of Weights & Biases, which keeps its id."""
+    """A run of Weights & Biases, which keeps its id. Its files are in ``folder``, if WANDB_DIR names no other."""
 
-    def __init__(self, job: JobSettings) -> None:
+    def __init__(self, job: TrackedJob, folder: Path) -> None:
         import wandb
 
         entity, _, project = (job.wandb_project or "").rpartition("/")
@@ -188,7 +133,7 @@ class WandbRun:
                 resume="allow",
                 config=dict(job.parameters),
                 settings=settings,
-                dir=os.environ.get("WANDB_DIR") or job.root,
+                dir=os.environ.get("WANDB_DIR") or str(folder),
                 allow_val_change=True,
             )
         finally:

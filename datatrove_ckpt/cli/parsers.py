@@ -216,8 +216,7 @@ def _add_maintenance(commands: Any) -> None:
     watcher.add_argument("--interval", type=_parse_interval, default=2.0, metavar="SECONDS", help=seconds)
     _add_report(commands)
     what = "send what a run did and does to MLflow and Weights & Biases, until it has ended"
-    tracker = _add_checkpoint_command(commands, "track", what, _TRACK_EPILOG, "track:track")
-    tracker.add_argument("--of-run", action="store_true", help=argparse.SUPPRESS)
+    _add_checkpoint_command(commands, "track", what, _TRACK_EPILOG, "track:track")
     checker = _add_checkpoint_command(commands, "verify", verify, _VERIFY_EPILOG, "verify_repair:verify")
     fixer = _add_checkpoint_command(commands, "repair", repair, _REPAIR_EPILOG, "verify_repair:repair")
     for parser in (checker, fixer):

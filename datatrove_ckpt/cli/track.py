@@ -1,6 +1,6 @@
 """``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until it has ended.
 
-A run that is tracked starts this command itself (``generation/export/tracking.py``), and ends it at any moment.
+A run that is tracked starts this module as a program (``generation/export/tracking.py``), and ends it at any moment.
 
 Exit codes: 0 all is sent; 1 another process sends it, or the checkpoint cannot be read; 2 a mistake on the command
 line.
@@ -40,9 +40,6 @@ _KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
 
 def track(arguments: argparse.Namespace) -> int:
     """Sends all, as long as there is something to come. Returns the exit code."""
-    if arguments.of_run:
-        _track_of_run(Path(arguments.what))
-        return 0
     with place_of(arguments, lambda name, size: name in (RUN, HISTORY)) as place:
         job, said = job_of(place), ""
         tracker = _tracker(place.folder, job)
@@ -124,3 +121,7 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)
+
+
+if __name__ == "__main__":
+    _track_of_run(Path(sys.argv[1]))

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, rank_folder
 from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.config.monitoring import MonitoringConfig, TrackedJob
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance.inspect import no_checkpoint
 from datatrove_ckpt.maintenance.where import Place, runner_arguments
 
 POINT_SECONDS = 60.0
@@ -325,16 +326,19 @@ def job_of(place: Place) -> TrackedJob:
     """What a tracker is told about the run.
 
     Raises:
-        ConfigError: the run is not tracked, and the YAML file says no more.
+        ConfigError: there is no rank; or the run is not tracked, and the YAML file says no more.
     """
     with suppress(FileNotFoundError):
         return TrackedJob(**orjson.loads((place.folder / TRACKING).read_bytes()))
-    found = runner_arguments(place.config)
+    folder, found = place.folder, runner_arguments(place.config)
+    ranks = rank_numbers(folder) if folder.is_dir() else []
+    if not ranks:
+        raise no_checkpoint(folder)
     config = MonitoringConfig(**(found.get("monitoring") or {}))
-    ranks = [rank_folder(place.folder, rank) / RUN for rank in rank_numbers(place.folder)]
-    if not config.wants_tracking or not ranks:
+    if not config.wants_tracking:
         raise ConfigError(
             f"{place.what}: no run was started there with monitoring.mlflow_uri or monitoring.wandb_project. Of a "
             "mirror, give the YAML file of the run."
         )
-    return config.tracked_job(Path(found["checkpoints_local_dir"]).absolute(), settings_in(read_run(ranks[0])), {})
+    run = settings_in(read_run(rank_folder(folder, ranks[0]) / RUN))
+    return config.tracked_job(Path(found["checkpoints_local_dir"]).absolute(), run, {})

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -434,3 +435,25 @@ def test_the_command_sends_what_an_outage_left_behind(
     lock.release()
     (checkpoints / "tracking.json").unlink()
     assert "no run was started there with monitoring.mlflow_uri" in command("track", checkpoints, code=2).err
+
+
+@pytest.mark.slow
+def test_with_the_file_of_the_run_the_command_reads_the_mirror(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=1)
+    text += "          checkpoints_remote_dir: mirror\n          monitoring: {wandb_project: team/texts}\n"
+    write_job(tmp_path, text, "a")
+    with no_tracking_left():
+        command("run", "job.yaml")
+    (run,) = made(calls, "init")
+    shutil.rmtree("checkpoints")
+    (calls.parent / f"{run['id']}.json").unlink()
+    command("track", "job.yaml")
+    _, again = made(calls, "init")
+    assert (again["id"], again["name"]) == (run["id"], run["name"])
+    before, after = made(calls, "log")
+    assert before["values"] == after["values"]
+    assert "give the YAML file" in command("track", "mirror", code=2).err
+    assert "does not exist" in command("track", "nowhere", code=2).err

@@ -87,7 +87,7 @@ class Tracking:
         if (self._reader is None or self._reader.poll() is not None) and files.lock_holder(
             self._root / TRACKING_LOCK
         ) is None:
-            command = [sys.executable, "-P", "-m", "datatrove_ckpt", "track", str(self._root), "--of-run"]
+            command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
             pipe = subprocess.PIPE
             try:  # in a session of its own: Ctrl-C is not for it
                 self._reader = subprocess.Popen(

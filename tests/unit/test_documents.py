@@ -22,9 +22,17 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.documents import decode, decode_plain, encode, encode_finished, fingerprint, is_plain, line_of
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.adapter import decode_for, write_for
+from datatrove_ckpt.output.documents import (
+    decode,
+    decode_plain,
+    encode,
+    encode_finished,
+    fingerprint,
+    is_plain,
+    line_of,
+)
 from datatrove_ckpt.output.names import FileNames
 
 

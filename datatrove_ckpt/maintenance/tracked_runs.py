@@ -7,7 +7,6 @@ What was sent before is asked of MLflow and of Weights & Biases, so no file says
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class MlflowRun:
         run = self._find(first_at) or self._make(first_at)
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
-        self._status = ""
+        self._client.update_run(self._id, "RUNNING")
         newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith(f"{job.prefix}documents"))
         self.sent_until = max(newest, default=0) / 1000
         self._set_parameters(run.data.params)
@@ -82,34 +81,18 @@ class MlflowRun:
         for start in range(0, max(len(new), len(changed)), 100):  # MLflow takes no more at once
             self._client.log_batch(self._id, params=new[start : start + 100], tags=changed[start : start + 100])
 
-    def send(self, points: Sequence[Point]) -> None:
-        """Those that are there are left out."""
+    def send(self, point: Point) -> None:
         from mlflow.entities import Metric
 
-        for at, values in points:
-            if at <= self.sent_until:
-                continue
-            moment = round(at * 1000), max(0, int(at - self._started))  # a step is a second of the job
-            found = [Metric(self._job.prefix + name, value, *moment) for name, value in values.items()]
-            for start in range(0, len(found), 1000):
-                self._client.log_batch(self._id, metrics=found[start : start + 1000])
-            self.sent_until = at
+        moment = round(point.at * 1000), max(0, int(point.at - self._started))  # a step is a second of the job
+        found = [Metric(self._job.prefix + name, value, *moment) for name, value in point.values.items()]
+        for start in range(0, len(found), 1000):
+            self._client.log_batch(self._id, metrics=found[start : start + 1000])
 
-    def set_status(self, status: str) -> None:
-        """``status``: RUNNING, FINISHED, FAILED or KILLED."""
-        if status == self._status:
-            return
-        if status == "RUNNING":
-            self._client.update_run(self._id, status)
-        else:
-            self._client.set_terminated(self._id, status, int(self.sent_until * 1000) or None)
-        self._status = status
-
-    def attach(self, file: Path) -> None:
-        self._client.log_artifact(self._id, str(file))
-
-    def close(self) -> None:
-        """The server keeps nothing open."""
+    def end(self, status: str, report: Path | None) -> None:
+        if report is not None:
+            self._client.log_artifact(self._id, str(report))
+        self._client.set_terminated(self._id, status, int(self.sent_until * 1000) or None)
 
 
 class WandbRun:
@@ -140,30 +123,20 @@ class WandbRun:
             os.umask(before)
         self._prefix = job.prefix
         self._wandb = wandb
-        self._status = ""
+        self._run.summary["status"] = "RUNNING"
         self.sent_until = float(self._run.summary.get(job.prefix + _AT) or 0.0)
         self._run.define_metric(job.prefix + _AT, hidden=True)
         self._run.define_metric("*", step_metric=job.prefix + _AT)
 
-    def send(self, points: Sequence[Point]) -> None:
-        """Those that are there are left out."""
-        for at, values in points:
-            if at > self.sent_until:
-                found = {self._prefix + name: value for name, value in values.items()}
-                self._run.log(found | {self._prefix + _AT: at})
-                self.sent_until = at
+    def send(self, point: Point) -> None:
+        found = {self._prefix + name: value for name, value in point.values.items()}
+        self._run.log(found | {self._prefix + _AT: point.at})
 
-    def set_status(self, status: str) -> None:
-        """``status``: a word of MLflow; W&B's own state is that of the process."""
-        if status != self._status:
-            self._run.summary["status"] = status
-        self._status = status
-
-    def attach(self, file: Path) -> None:
-        artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
-        artifact.add_file(str(file))
-        self._run.log_artifact(artifact)
-
-    def close(self) -> None:
-        """W&B sends what is left."""
-        self._run.finish(exit_code=0 if self._status in ("FINISHED", "RUNNING") else 1)
+    def end(self, status: str, report: Path | None) -> None:
+        """W&B's own state is that of the process."""
+        if report is not None:
+            artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
+            artifact.add_file(str(report))
+            self._run.log_artifact(artifact)
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=int(status != "FINISHED"))

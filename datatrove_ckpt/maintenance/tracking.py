@@ -128,13 +128,14 @@ class JobPoints:
         return self._before
 
     def _values(self, now: float) -> dict[str, float]:
-        found = dict.fromkeys(_SUMS, 0.0)
+        found = dict.fromkeys([*_SUMS, *_OF_RUNNING, "ranks_running", "ranks_done"], 0.0)
         for number, rank in self._ranks.items():
             running = rank.is_running(now)
             found["ranks_running"] += running
             found["ranks_done"] += rank.end is not None and rank.end.why == "done"
             if rank.progress is not None:
-                _add(found, rank.progress, running)
+                for name, value in (_SUMS | _OF_RUNNING if running else _SUMS).items():
+                    found[name] += value(rank.progress)
                 if self.ranks <= _MAX_RANKS_SHOWN:
                     found[f"rank_{number:05d}/documents"] = rank.progress.documents.read
                     found[f"rank_{number:05d}/completion_tokens"] = rank.progress.total.completion_tokens
@@ -144,32 +145,26 @@ class JobPoints:
         return found
 
 
-_SUMS = (
-    "documents", "documents_written", "documents_dropped", "documents_dead", "chunks", "requests", "failed_requests",
-    "prompt_tokens", "completion_tokens", "cache_hits", "request_attempts", "request_retries", "errors",
-    "server_restarts", "requests_in_flight", "requests_waiting", "ranks_running", "ranks_done",
-)  # fmt: skip
-
-
-def _add(found: dict[str, float], progress: Progress, running: bool) -> None:
-    documents, total = progress.documents, progress.total
-    found["documents"] += documents.read
-    found["documents_written"] += documents.written
-    found["documents_dropped"] += documents.dropped
-    found["documents_dead"] += documents.dead
-    found["chunks"] += progress.chunks
-    found["requests"] += total.requests
-    found["failed_requests"] += total.failed
-    found["prompt_tokens"] += total.prompt_tokens
-    found["completion_tokens"] += total.completion_tokens
-    found["cache_hits"] += total.cached
-    found["request_attempts"] += total.sent
-    found["request_retries"] += total.retries + total.resent
-    found["errors"] += sum(total.errors.values())
-    found["server_restarts"] += total.restarts
-    if running:
-        found["requests_in_flight"] += progress.in_flight
-        found["requests_waiting"] += progress.waiting
+_SUMS: dict[str, Callable[[Progress], float]] = {
+    "documents": lambda rank: rank.documents.read,
+    "documents_written": lambda rank: rank.documents.written,
+    "documents_dropped": lambda rank: rank.documents.dropped,
+    "documents_dead": lambda rank: rank.documents.dead,
+    "chunks": lambda rank: rank.chunks,
+    "requests": lambda rank: rank.total.requests,
+    "failed_requests": lambda rank: rank.total.failed,
+    "prompt_tokens": lambda rank: rank.total.prompt_tokens,
+    "completion_tokens": lambda rank: rank.total.completion_tokens,
+    "cache_hits": lambda rank: rank.total.cached,
+    "request_attempts": lambda rank: rank.total.sent,
+    "request_retries": lambda rank: rank.total.retries + rank.total.resent,
+    "errors": lambda rank: sum(rank.total.errors.values()),
+    "server_restarts": lambda rank: rank.total.restarts,
+}
+_OF_RUNNING: dict[str, Callable[[Progress], float]] = {
+    "requests_in_flight": lambda rank: rank.in_flight,
+    "requests_waiting": lambda rank: rank.waiting,
+}
 
 
 def _minute_after(at: float) -> float:
@@ -232,7 +227,7 @@ class JobHistories:
 
 
 class TrackedRun(Protocol):
-    """A job's run at MLflow, or at Weights & Biases. Each call may take a long time, or raise anything.
+    """A job's run at MLflow, or at Weights & Biases, which is running. Each call may take long, or raise anything.
 
     Attributes:
         sent_until: Unix seconds of the last point that is there; 0 if none is.
@@ -240,10 +235,9 @@ class TrackedRun(Protocol):
 
     sent_until: float
 
-    def send(self, points: Sequence[Point]) -> None: ...
-    def set_status(self, status: str) -> None: ...
-    def attach(self, file: Path) -> None: ...
-    def close(self) -> None: ...
+    def send(self, point: Point) -> None: ...
+    def end(self, status: str, report: Path | None) -> None:
+        """No rank is at work. ``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
 
 
 class Tracker:
@@ -306,17 +300,15 @@ class Tracker:
         try:
             if (run := self._runs[index]) is None:
                 run = self._runs[index] = self._makers[index](self._points.first_at)
-            run.send(self._waiting)
-            status = self._points.status(now)
-            if status == "FINISHED":
+            for point in self._waiting:
+                if point.at > run.sent_until:
+                    run.send(point)
+                    run.sent_until = point.at
+            if (status := self._points.status(now)) != "RUNNING":
                 with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-report-") as folder:
-                    file = Path(folder) / "report.html"
-                    if self._make_report(file):
-                        run.attach(file)
-            run.set_status(status)
-            if status != "RUNNING":
+                    report = Path(folder) / "report.html"
+                    run.end(status, report if status == "FINISHED" and self._make_report(report) else None)
                 self._runs[index] = None  # the next attempt of the job finds it again
-                run.close()
         except Exception as error:  # of a library, of its server, of the network
             return f"{type(error).__name__}: {error}"
         return ""

@@ -107,11 +107,12 @@ def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_
         return TrackedJob("id", "books", 1, mlflow_uri=uri, parameters={"temperature": temperature})
 
     first = MlflowRun(job("0"), 1000.0)
-    first.send([Point(1060.0, {"documents": 1.0})])
+    first.send(Point(1060.0, {"documents": 1.0}))
     second = MlflowRun(job("0.5"), 1000.0)
     assert second.sent_until == 1060
-    second.send([Point(1060.0, {"documents": 9.0}), Point(1120.0, {"documents": 2.0})])
-    second.set_status("FINISHED")
+    second.send(Point(1120.0, {"documents": 2.0}))
+    second.sent_until = 1120
+    second.end("FINISHED", None)
     _, (run,) = runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")
     assert (run.data.params["temperature"], run.data.tags["changed.temperature"]) == ("0", "0.5")
     assert run.data.metrics["documents"] == 2

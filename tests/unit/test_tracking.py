@@ -203,25 +203,17 @@ class Run:
         self.sent_until = sent_until
         self.points: list[Point] = []
         self.broken = False
-        self.status = ""
+        self.ends: list[str] = []
         self.attached: list[str] = []
-        self.closed = 0
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, point: Point) -> None:
         if self.broken:
             raise ConnectionError("no network")
-        new = [point for point in points if point.at > self.sent_until]
-        self.points += new
-        self.sent_until = max([self.sent_until, *(point.at for point in new)])
+        self.points.append(point)
 
-    def set_status(self, status: str) -> None:
-        self.status = status
-
-    def attach(self, file: Path) -> None:
-        self.attached.append(file.read_text())
-
-    def close(self) -> None:
-        self.closed += 1
+    def end(self, status: str, report: Path | None) -> None:
+        self.ends.append(status)
+        self.attached += [] if report is None else [report.read_text()]
 
 
 @pytest.fixture
@@ -271,11 +263,11 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     tracked = make(tmp_path, run)
     write(tmp_path, 0, start(600))
     assert tracked.work(everything=False) == ""
-    assert (run.status, run.closed) == ("RUNNING", 0)
+    assert run.ends == []
     write(tmp_path, 0, progress(610, 1), end(611))
     assert tracked.work(everything=True) == ""
     assert [point.values["ranks_done"] for point in run.points] == [1]
-    assert (run.status, run.attached, run.closed) == ("FINISHED", ["the report"], 1)
+    assert (run.ends, run.attached) == (["FINISHED"], ["the report"])
     assert tracked.work(everything=True) == ""
     assert run.attached == ["the report"], "nothing is new"
     now.append(725)  # the minute is over
@@ -283,7 +275,7 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     assert run.attached == ["the report"], "only time has passed"
     write(tmp_path, 0, start(730), progress(731, 2), end(732))
     assert tracked.work(everything=True) == ""
-    assert run.closed == 2
+    assert run.ends == ["FINISHED", "FINISHED"]
     assert [point.values["documents"] for point in run.points][-1] == 2
 
 

@@ -83,10 +83,8 @@ class Tracking:
             self._changed.wait(0.1)  # a signal handler, which may shorten the time, can notify nobody
 
     def _ensure_reader(self) -> subprocess.Popen[bytes] | None:
-        """Starts it, if no process has one. None: another process has. With the lock held."""
-        if (self._reader is None or self._reader.poll() is not None) and files.lock_holder(
-            self._root / TRACKING_LOCK
-        ) is None:
+        """Starts it, if no process has one. None: another process has. With ``_changed`` held."""
+        if self._reader is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
             command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
             pipe = subprocess.PIPE
             try:  # in a session of its own: Ctrl-C is not for it
@@ -131,10 +129,9 @@ class Tracking:
                         self._failed = False
                     self._changed.notify_all()
         with self._changed:
-            if self._reader is reader:
-                self._reader = None
-                self._changed.notify_all()
-            if self._reader is None and self._ranks:
+            self._reader = None
+            self._changed.notify_all()
+            if self._ranks:
                 if reader.returncode:
                     self._could_not_send(f"its process has ended with code {reader.returncode}")
                 self._changed.wait(_LOOK_SECONDS)

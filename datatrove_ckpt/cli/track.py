@@ -36,6 +36,7 @@ from datatrove_ckpt.redaction import Redactor
 
 _REPORT_SECONDS = 60.0
 _KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
+_LAST_SECONDS = 5.0  # that it may need after the end of who started it
 
 
 def track(arguments: argparse.Namespace) -> int:
@@ -113,6 +114,7 @@ def _answer(tracker: Tracker, seconds: float, wishes: FileIO, answers: FileIO) -
             return
         wish = b""
         if select.select([wishes], [], [], seconds)[0] and not (wish := wishes.readline()):
+            tracker.work(everything=True)  # a rank of another process may have ended meanwhile
             return
 
 
@@ -120,6 +122,7 @@ def _end_with(parent: int) -> None:
     """A library may hang. The pipe does not tell that the parent has ended: a fork of it may hold it open."""
     while os.getppid() == parent:
         time.sleep(1)
+    time.sleep(_LAST_SECONDS)
     os._exit(0)
 
 

@@ -30,8 +30,7 @@ from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.errors import CheckpointLocked, CkptError, StorageFailed
-from datatrove_ckpt.maintenance.tracked_runs import MlflowRun, WandbRun
-from datatrove_ckpt.maintenance.tracking import TrackedRun, Tracker, job_of
+from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedRun, Tracker, WandbRun, job_of
 from datatrove_ckpt.redaction import Redactor
 
 _REPORT_SECONDS = 60.0

@@ -101,8 +101,7 @@ def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, m
 def test_a_setting_that_changed_is_a_tag_and_a_job_that_started_over_is_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datatrove_ckpt.maintenance.tracked_runs import MlflowRun
-    from datatrove_ckpt.maintenance.tracking import Point
+    from datatrove_ckpt.maintenance.tracking import MlflowRun, Point
 
     def job(temperature: str) -> TrackedJob:
         uri = (tmp_path / "runs").as_uri()

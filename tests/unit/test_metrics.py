@@ -25,8 +25,17 @@ from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Sp
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
-from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS, RankNow
-from datatrove_ckpt.generation.export.prometheus import RankFile, exposition, metrics_file, metrics_port, target_file
+from datatrove_ckpt.generation.export.prometheus import (
+    METRICS,
+    PREFIX,
+    RANK_LABELS,
+    RankFile,
+    RankNow,
+    exposition,
+    metrics_file,
+    metrics_port,
+    target_file,
+)
 from tests.histories import progress
 
 LONG = 3600.0  # seconds: however busy the machine is

@@ -29,7 +29,7 @@ from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.redaction import shown
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.generation.export.metrics import RankNow
+    from datatrove_ckpt.generation.export.prometheus import RankNow
 
 # Seconds that the end of a rank waits until its last minute is sent.
 _DONE_SECONDS = 30.0  # with time for the report
@@ -110,7 +110,7 @@ class Exports:
 
     def metrics(self, run: str, rank: int, started_at: float, ranks: int) -> RankNow:
         """The rank's metrics now. In any thread."""
-        from datatrove_ckpt.generation.export.metrics import RankNow
+        from datatrove_ckpt.generation.export.prometheus import RankNow
 
         progress, host, job = self._history.progress(), socket.gethostname(), job_id() or ""
         self._checkpoint.fill_in(progress)

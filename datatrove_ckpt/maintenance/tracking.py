@@ -451,7 +451,7 @@ def job_of(place: Place) -> TrackedJob:
     Raises:
         ConfigError: there is no rank; or the run is not tracked, and the YAML file says no more.
     """
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, TypeError, ValueError):  # or damaged, or of a later version
         return TrackedJob(**orjson.loads((place.folder / TRACKING).read_bytes()))
     folder, found = place.folder, runner_arguments(place.config)
     ranks = rank_numbers(folder) if folder.is_dir() else []

@@ -492,7 +492,6 @@ class Engine:
         is_known: which program answers is known. Another one may give no finish_reason and have no /health, and nobody
             knows its request fields for structured output.
         is_canned: its answers are canned: no model made them.
-        has_gpus: it runs on tp * dp * pp GPUs.
         leases_gpus: ranks on one node share out their GPUs by locks.
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
@@ -507,7 +506,6 @@ class Engine:
     takes_interpreter: ClassVar[bool] = False
     is_known: ClassVar[bool] = True
     is_canned: ClassVar[bool] = False
-    has_gpus: ClassVar[bool] = False
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
@@ -562,6 +560,7 @@ class Engine:
         Raises:
             ConfigError, ServerStartFailed: see ``find``.
         """
+        self.check(config)  # again: what was unpickled was not constructed
         python = config.server_python
         if python is not None and shutil.which(python) is None:
             raise ConfigError(f"server_python: {python!r} is no program on this node. Give the path of an interpreter.")

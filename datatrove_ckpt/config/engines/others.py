@@ -28,7 +28,6 @@ class Custom(Engine):
     name = "custom"
     takes_interpreter = True
     is_known = False
-    has_gpus = True
 
     def check(self, config: InferenceConfig) -> None:
         super().check(config)

@@ -30,7 +30,6 @@ class SGLang(Engine):
     name = "sglang"
     package = "sglang"
     takes_interpreter = True
-    has_gpus = True
     leases_gpus = True
     metrics = MetricNames(
         "sglang:num_running_reqs",

@@ -35,7 +35,6 @@ class Vllm(Engine):
     name = "vllm"
     package = "vllm"
     takes_interpreter = True
-    has_gpus = True
     leases_gpus = True
     # vLLM keeps the results of torch.compile there, and servers that start together write the same files.
     cache = ("VLLM_CACHE_ROOT", "vllm")

@@ -187,19 +187,21 @@ class ChunkOutput:
         staged = StagedFiles(staging, self._writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
-            self._refuse_taken(chunk_index, staged.finished)
-            if others := self._target.others_files(staged.finished):
+            paths = {name: file.path for name, file in staged.finished.items()}
+            self._refuse_taken(chunk_index, paths)
+            if others := self._target.others_files(paths):
                 files.disk.replace(self._others, orjson.dumps(others))  # the next attempt must know, too
                 self._check.refuse_others(others)
             if self._target.is_first:
                 files.disk.remove_dir(self._unpublished)
                 files.disk.sync_dir(self.folder)  # else, after a power loss, the file seems to be a stranger's
                 self._target.is_first = False
-            hashes = self._target.publish(chunk_index, staging, staged.finished)
+            hashes = self._target.publish(chunk_index, staging, paths)
         finally:
             staged.abandon()
         return [
-            OutputFile(name, staged.sizes[name], staged.hashes[name], hashes.get(name, "")) for name in staged.finished
+            OutputFile(name, file.size, file.hexdigest(), hashes.get(name, ""))
+            for name, file in staged.finished.items()
         ]
 
     def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from typing import IO
 
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
 from datatrove_ckpt.checkpoint.layout import RUN
@@ -48,7 +48,6 @@ _SNAPSHOT_ATTEMPTS = 20
 # Up to this size, new bytes are read at once, so that their journal need not stay open.
 _READ_AT_ONCE_BYTES = 2**20
 # While the remote fails, the wait between two attempts grows up to this many intervals.
-_MAX_BACKOFF_INTERVALS = 16
 # The shortest wait between two uploads: one that finds nothing new still asks the storage thread for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 
@@ -142,7 +141,7 @@ class RemoteMirror:
                     f"Could not mirror the checkpoint to {self._url}: {failure_text(error)}. What is newer than the "
                     f"last version is saved on this node only{after}"
                 )
-            return int(backoff_seconds(self._failures, 1, _MAX_BACKOFF_INTERVALS))
+            return int(retrying.MIRROR.wait(self._failures))
         if self._failures:
             logger.info(f"The checkpoint is mirrored to {self._url} again.")
         self._failures = 0

@@ -14,33 +14,27 @@ it (members of an organisation, resource groups), and the hub limits how often i
 from __future__ import annotations
 
 import base64
-import random
 import shlex
-import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.formatting import duration, plural
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_errors import LONGEST_ADVICE_SECONDS, advised_seconds, is_limited
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.remote_errors import failure_text, http_status, is_permanent
-
-PATIENCE_SECONDS = 300.0
-"""How long a hub that does not answer is asked again. One that refuses for now (429) is waited for as it says."""
+from datatrove_ckpt.remote_errors import failure_text, http_status
 
 _LOOK_SECONDS = 10.0
 _ANSWER_SECONDS = 60.0
-_LIMITED_SECONDS = 60.0  # without advice
 _TIMEOUT_SECONDS = 30.0
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 20.0
 
 
 def check_access(
@@ -68,24 +62,15 @@ def check_access(
     """
     calls = calls or StoppableCalls()
     access = _Access(folder, private, not only_look, committed)
-    patience = _LOOK_SECONDS if only_look else PATIENCE_SECONDS
-    deadline, failures = None, 0
-    while True:
-        try:
-            return calls.run(access.ask, _ANSWER_SECONDS)
-        except _Refused as error:
-            raise OutputFailed(str(error)) from None
-        except OSError as error:
-            now, failures = time.monotonic(), failures + 1
-            advised = _advised_seconds(error)
-            deadline = deadline or now + patience
-            if is_permanent(error) or (now >= deadline if advised is None else only_look):
-                raise OutputFailed(access.explain(error)) from error
-            delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
-            if advised is not None:
-                delay = advised + random.uniform(0, max(1.0, advised / 10))  # not all ranks at once
-            logger.warning(f"{folder.url}: {access.shown(error)}. Asking again in {duration(delay)}.")
-            calls.sleep(delay)
+    policy = retrying.HUB_LOOK
+    if only_look:
+        policy = replace(policy, patience=_LOOK_SECONDS, limited_patience=0.0)
+    try:
+        return policy.run(partial(calls.run, access.ask, _ANSWER_SECONDS), folder.url, access.shown, sleep=calls.sleep)
+    except _Refused as error:
+        raise OutputFailed(str(error)) from None
+    except OSError as error:
+        raise OutputFailed(access.explain(error)) from error
 
 
 def hub_folder_of(writer: DiskWriter) -> HubFolder | None:
@@ -280,7 +265,7 @@ class _Access:
             f"{what}. Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."
         )
 
-    def shown(self, error: OSError) -> str:
+    def shown(self, error: BaseException) -> str:
         """One line without the token, which a proxy may have quoted."""
         from huggingface_hub import get_token
 
@@ -288,10 +273,3 @@ class _Access:
         answers = f"the hub answers {status}" + (f", {said}" if said else "")
         text = failure_text(error) if status is None else answers
         return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")
-
-
-def _advised_seconds(error: OSError) -> float | None:
-    """How long the hub asks to wait; None: it does not limit requests."""
-    if not is_limited(error):
-        return None
-    return min(advised_seconds(error) or _LIMITED_SECONDS, LONGEST_ADVICE_SECONDS)

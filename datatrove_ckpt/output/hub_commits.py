@@ -21,12 +21,21 @@ from dataclasses import dataclass, field
 
 from loguru import logger
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.formatting import duration, number_range, plural
-from datatrove_ckpt.output.hub_errors import Patience, is_contention, is_limited, waiting_text
 from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
-from datatrove_ckpt.output.hub_uploads import Confirmed, HubUploads, UploadedFile
+from datatrove_ckpt.output.hub_uploads import (
+    GENERATION_GOES_ON,
+    Confirmed,
+    HubUploads,
+    UploadedFile,
+    given_up,
+    hub_failure,
+    may_have_happened,
+)
 from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.retrying import Attempts
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""
@@ -140,10 +149,10 @@ class HubCommits(Placement):
     # own thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        patience = Patience()
+        attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
         try:
             while batch := self._next_batch():
-                self._commit(batch, patience)
+                self._commit(batch, attempts)
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
@@ -159,7 +168,7 @@ class HubCommits(Placement):
                 self._change.wait(due)
             return []
 
-    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], patience: Patience) -> None:
+    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
         files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
         batch[0][1].waiting.check()
         title = commit_title(plural(len(files), "file"), self._rank, ", ".join(_ranges(sorted(chunks))))
@@ -171,15 +180,16 @@ class HubCommits(Placement):
             confirmed = self._uploads.commit(files, title, history.head)
         except OSError as error:
             what = f"{self._uploads.folder.url}: {plural(len(self._queue.files), 'file')} wait for a commit"
-            seconds = patience.seconds(what, error)
-            logger.warning(f"{what}: {waiting_text(error, seconds)}")
-            self._calls.sleep(seconds)
-            if not (is_limited(error) or is_contention(error) or self._calls.stopped):
+            try:
+                self._calls.sleep(attempts.failed(what, error))
+            except OSError:
+                raise given_up(what, error) from error
+            if may_have_happened(error) and not self._calls.stopped:
                 # The commit may have happened, although no answer said so. If only a repetition within the client was
                 # answered, because of this very commit, the next attempt sees it.
                 self._done(batch, self._uploads.committed(files), self._uploads.confirmed())
             return
-        patience.succeeded()
+        attempts.succeeded()
         self._seconds, self._waited = self._pace.seconds_of_next(), 0
         self._done(batch, {file.name for file in files}, confirmed)
 

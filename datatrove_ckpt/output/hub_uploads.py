@@ -9,22 +9,28 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from loguru import logger
 
+from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.output import hub_errors
 from datatrove_ckpt.output.hub import HubFile, HubFolder
-from datatrove_ckpt.output.hub_errors import Patience, hub_failure, waiting_text
 from datatrove_ckpt.output.hub_pace import History
+from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.remote_errors import failure_line, http_status
+from datatrove_ckpt.retrying import RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -36,6 +42,16 @@ ANSWER_SECONDS = 600.0
 
 SLOWEST_BYTES_PER_SECOND = 50_000
 """An upload that is slower than this is given up and made again."""
+
+LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before each further look at files that the hub does not show yet: it may list a folder as it was before its
+newest commits."""
+
+GENERATION_GOES_ON = "; generation goes on"
+
+_SHOWN_BY_NOW_SECONDS = 600.0
+_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
+_CONTENTION = (409, 412)
 
 
 class UploadedFile:
@@ -238,7 +254,7 @@ class HubUploads:
         try:
             found = self._calls.run(lambda: self._newest([file.name for file in files]), ANSWER_SECONDS)
         except OSError as error:
-            logger.debug(f"{self.folder.url}: not known whether a commit happened: {hub_failure(error)}")
+            logger.debug(f"{self.folder.url}: not known whether a commit happened: {failure_line(error)}")
             return set()
         return {file.name for file in files if file.is_there(found.get(file.name))}
 
@@ -268,8 +284,10 @@ class HubUploads:
             OutputFailed: it cannot work, or has failed for that long.
             Stopping: ``stop`` was called meanwhile.
         """
-        seconds = hub_errors.LOOK_PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-        return self._retried(what, call, seconds, Patience(seconds), generating=False)
+        policy = retrying.HUB_LOOK
+        if patience_seconds is not None:
+            policy = replace(policy, patience=patience_seconds)
+        return self._retried(what, call, policy.patience, policy)
 
     def retried(self, what: str, call: Callable[[], T], at_most_seconds: float = ANSWER_SECONDS) -> T:
         """Calls until it works, while generation goes on.
@@ -278,19 +296,114 @@ class HubUploads:
             OutputFailed: it cannot work, or has failed for too long.
             Stopping: ``stop`` was called meanwhile.
         """
-        return self._retried(what, call, at_most_seconds, Patience(), generating=True)
+        return self._retried(what, call, at_most_seconds, retrying.HUB, GENERATION_GOES_ON)
 
     def _retried(
-        self, what: str, call: Callable[[], T], at_most_seconds: float, patience: Patience, generating: bool
+        self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy, meanwhile: str = ""
     ) -> T:
         what = f"{self.folder.url}: {what}"
-        while True:
-            try:
-                return self._calls.run(call, at_most_seconds)
-            except OSError as error:
-                seconds = patience.seconds(what, error)
-                logger.warning(f"{what}: {waiting_text(error, seconds, generating)}")
+        try:
+            return policy.run(
+                partial(self._calls.run, call, at_most_seconds), what, hub_failure, meanwhile, self._calls.sleep
+            )
+        except OSError as error:
+            raise given_up(what, error) from error
+
+    def look_again(self, lost: Iterable[OutputFile], looks: Iterable[float] | None = None) -> dict[str, HubFile]:
+        """Returns those files that the hub shows now, among the ones that it seemed to lack or to have changed.
+
+        Args:
+            looks: seconds before each further look; None: ``LAG_LOOKS``.
+
+        Raises:
+            OutputFailed: the hub cannot be asked.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        shown = dict[str, HubFile]()
+        left = {plain(file.path): file for file in lost}
+        for seconds in LAG_LOOKS if looks is None else looks:
+            if not left:
+                break
             self._calls.sleep(seconds)
+            shown |= self.look_up(list(left))
+            left = {
+                name: file
+                for name, file in left.items()
+                if name not in shown or not shown[name].holds(file.size, file.hub_hash)
+            }
+        return shown
+
+
+def remove_files(hub: HubFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
+
+    Raises:
+        OutputFailed: they could not be removed.
+    """
+    uploads = HubUploads(hub, StoppableCalls())
+    for start in range(0, len(names), _MOST_REMOVED):
+        part = names[start : start + _MOST_REMOVED]
+        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
+        uploads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
+
+
+def _remove(hub: HubFolder, names: Sequence[str]) -> None:
+    from huggingface_hub import CommitOperationDelete
+
+    there = [hub.full_name(name) for name in hub.look_up(names)]
+    if not there:
+        return
+    if hub.is_bucket:
+        hub.api().batch_bucket_files(hub.repo, delete=there)
+        return
+    hub.api().create_commit(
+        hub.repo,
+        [CommitOperationDelete(path) for path in there],
+        commit_message=f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair",
+        repo_type=hub.kind,
+        revision=hub.branch,
+    )
+
+
+def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:
+    """How often to look again, from the age of the newest commit in these ranks' folders: old ones are shown by now."""
+    newest = 0.0
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            newest = max(newest, (folder / COMMITS).stat().st_mtime)
+    return LAG_LOOKS if time.time() - newest < _SHOWN_BY_NOW_SECONDS else LAG_LOOKS[:1]
+
+
+def hub_failure(error: BaseException) -> str:
+    """What a log line says about a failed call."""
+    if http_status(error) in _CONTENTION:
+        return f"another process committed at the same moment (HTTP {http_status(error)})"
+    return failure_line(error)
+
+
+def may_have_happened(error: BaseException) -> bool:
+    """Whether a commit may have been made, although this was its answer."""
+    return http_status(error) not in (*_CONTENTION, *retrying.HUB.limited)
+
+
+def given_up(what: str, error: OSError) -> OutputFailed:
+    """The error for a call that is not made again: what happened, and what to do."""
+    return OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}")
+
+
+def _advice(error: BaseException) -> str:
+    kept = "Nothing that was saved is lost: run the same command again"
+    status = http_status(error)
+    if status in (401, 403):
+        return (
+            "The token may not write there, or has expired: set HF_TOKEN, or run hf auth login, with one that may. "
+            f"{kept}."
+        )
+    if status == 404 or isinstance(error, FileNotFoundError):
+        return f"Make the repository and the branch, or correct output_folder. {kept}."
+    if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
+        return f"Install the extra hub. {kept}."
+    return f"Check the network, HF_ENDPOINT, and the state of the hub. {kept}."
 
 
 def _no_bars_in_logs() -> None:

@@ -26,9 +26,6 @@ from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.upload import RemoteFolder
 
-LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further look at files that the hub does not show yet."""
-
 
 class Target:
     """Where a rank's files are published. ``staging`` is the folder in which they are written first."""
@@ -166,13 +163,8 @@ class HubTarget(Target):
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
+        found.show(self._uploads.look_again(one.file for one in commits.files if not found.is_right(one.file)))
         lost = {plain(one.file.path): one.file for one in commits.files if not found.is_right(one.file)}
-        for seconds in LAG_LOOKS:
-            if not lost:
-                return
-            self._calls.sleep(seconds)
-            found.show(self._uploads.look_up(list(lost)))
-            lost = {name: file for name, file in lost.items() if not found.is_right(file)}
         trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
         if trusted:
             logger.info(

@@ -6,7 +6,7 @@ sent all the parts completes it: no error path, no destructor and no later proce
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
-                                                 file is sent again, with jittered backoff, for RETRY_SECONDS
+                                                 file is sent again, with jittered backoff, for minutes
     401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by then
     killed in the middle                         S3 keeps the parts, and bills them, until the upload is aborted; the
                                                  rank's next process aborts it, for the names that are still staged
@@ -19,7 +19,6 @@ stores it cannot.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,27 +28,16 @@ from typing import Any, TypeAlias, TypeVar
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import (
-    failure_text,
-    http_status,
-    is_permanent,
-    lacks_credentials,
-    s3_code,
-)
-
-RETRY_SECONDS = 300.0
-"""How long a file is retried after its first failure. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks
-wait."""
+from datatrove_ckpt.remote_errors import failure_text, http_status, lacks_credentials, s3_code
+from datatrove_ckpt.retrying import RetryPolicy
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
 send that much again after each reset, and hold ten parts of that size in memory."""
 
-_FIRST_DELAY_SECONDS = 0.5
-_LONGEST_DELAY_SECONDS = 20.0
 _MAX_PARTS = 10_000  # S3's limit
 
 T = TypeVar("T")
@@ -64,13 +52,15 @@ class RemoteFolder:
     Args:
         folder: the folder.
         probe: a name in it that only this rank uses, for an upload that is never completed.
+        policy: None: that for storages.
     """
 
-    def __init__(self, folder: DataFolder, probe: str) -> None:
+    def __init__(self, folder: DataFolder, probe: str, policy: RetryPolicy | None = None) -> None:
         self._url = folder.resolve_paths("")
         self._probe = probe
         self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
         self._calls = StoppableCalls()
+        self._policy = policy or retrying.STORAGE
 
     def prepare(self, interrupted: Iterable[str] | None) -> None:
         """Checks that files can be written, and aborts the uploads that earlier processes left open.
@@ -134,32 +124,23 @@ class RemoteFolder:
         try:
             yield
         except OutputFailed as error:
-            if not is_permanent(error.__cause__):
+            if error.__cause__ is None or self._policy.passes(error.__cause__):
                 raise
             logger.warning(
-                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__ or error)}). "
+                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__)}). "
                 "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 
     def _retry(self, what: str, call: Callable[[], T]) -> T:
-        """Calls until it works, fails permanently, or has failed for RETRY_SECONDS. ``what`` starts the messages.
+        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
 
         Raises:
             OutputFailed: its cause is the last error.
         """
-        deadline, failures = None, 0
-        while True:
-            try:
-                return self._calls.run(call)
-            except OSError as error:
-                now = time.monotonic()
-                deadline = deadline or now + RETRY_SECONDS
-                if is_permanent(error) or now >= deadline:
-                    raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
-                failures += 1
-                delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
-                logger.warning(f"{what}: {failure_text(error)}. Trying again, for {deadline - now:.0f} s at most.")
-            self._calls.sleep(min(delay, deadline - now))
+        try:
+            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
+        except OSError as error:
+            raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
 
 
 class _Uploader:

@@ -5,7 +5,6 @@
     tables.py          ParquetReader, IpcReader
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
-    retries.py         repeats reads from remote storage
     positions.py       how a position gets from a document to the checkpoint and back
     inputs.py          checks that the input is still the one that the position was made for
     extent.py          how much of the input is done: for percent and time left

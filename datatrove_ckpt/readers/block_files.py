@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from datatrove.io import DataFolder
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
-from datatrove_ckpt.readers.retries import RetryingFile, retrying
 from datatrove_ckpt.readers.rows import Row
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
-        file: Any = retrying(lambda: folder.open(name, "rb"), name)
+        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
@@ -108,3 +108,16 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
 def changed(name: str) -> CheckpointMismatch:
     """The error for a file that is not the one whose parts are known."""
     return CheckpointMismatch(f"The input file {name!r} has changed since its rows were counted. {remedy()}")
+
+
+class RetryingFile:
+    """A remote file opened for reading, whose reads are repeated."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -25,6 +25,7 @@ import pytest
 import s3fs
 from datatrove.io import DataFolder
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed
 from datatrove_ckpt.output import upload
@@ -58,7 +59,7 @@ def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     running = Relay(weed.port)
     s3.in_this_environment(monkeypatch, running.url)
     monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
-    monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
+    monkeypatch.setattr(retrying, "STORAGE", retrying.STORAGE)
     DataFolder.clear_instance_cache()
     yield running
     running.stop()

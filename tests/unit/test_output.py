@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,14 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
-from datatrove_ckpt.output import upload
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.upload import RemoteFolder
 from datatrove_ckpt.output.writer_check import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
-from datatrove_ckpt.remote_errors import is_permanent
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -51,7 +51,6 @@ class Breaking(MemoryFileSystem):
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     fsspec.register_implementation("breaking", Breaking, clobber=True)
-    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(Breaking, "before", Breaking.before)
     monkeypatch.setattr(Breaking, "after", Breaking.after)
     monkeypatch.setattr(Breaking, "store", {})
@@ -60,9 +59,14 @@ def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     return Breaking
 
 
+def remote_folder(**changes: float) -> RemoteFolder:
+    policy = replace(retrying.STORAGE, **{"first": 0.001, **changes})
+    return RemoteFolder(DataFolder("breaking://output"), "probe", policy)
+
+
 @pytest.fixture
 def folder(files: type[Breaking]) -> RemoteFolder:
-    return RemoteFolder(DataFolder("breaking://output"), "probe")
+    return remote_folder()
 
 
 @pytest.fixture
@@ -90,8 +94,9 @@ def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteFolde
     files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), OssError())
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
-    assert len([line for line in log if "Trying again" in line]) == 4
-    assert "a could not be uploaded: ConnectionResetError: reset. Trying again, for 300 s at most." in log[0]
+    assert len([line for line in log if "Next attempt in" in line]) == 4
+    assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
+    assert log[0].endswith(", for 5 min at most.\n")
 
 
 @pytest.mark.parametrize(
@@ -113,10 +118,8 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     assert log == []
 
 
-def test_retrying_ends(
-    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "RETRY_SECONDS", 0.05)
+def test_retrying_ends(files: type[Breaking], local: Path) -> None:
+    folder = remote_folder(patience=0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
         folder.upload(local, "a")
@@ -145,11 +148,8 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         folder.upload(local, "b")
 
 
-def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 1000.0)
-    monkeypatch.setattr(upload, "_LONGEST_DELAY_SECONDS", 1000.0)
+def test_a_stop_ends_the_pause_between_attempts(files: type[Breaking], local: Path) -> None:
+    folder = remote_folder(first=1000.0, longest=1000.0, patience=1000.0)
 
     def fail(path: str) -> None:
         threading.Timer(0.05, folder.stop).start()
@@ -190,7 +190,7 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
     ],
 )
 def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
-    assert is_permanent(error) is permanent
+    assert retrying.STORAGE.passes(error) is not permanent
 
 
 class Uploads:

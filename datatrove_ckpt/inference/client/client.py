@@ -37,7 +37,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -70,8 +70,6 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-_FIRST_BACKOFF = 0.5  # seconds
-_MAX_BACKOFF = 30.0  # seconds
 # Seconds during which other URLs are preferred after a connection failed. Without it all requests would go to a dead
 # server: it fails at once, so it always has the fewest requests in flight.
 _COOLDOWN = 5.0
@@ -259,8 +257,10 @@ class CompletionClient:
         """
         self.outage.failed(failure, self._oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
-        backoff = backoff_seconds(failures, _FIRST_BACKOFF, _MAX_BACKOFF, jitter=1.0)
-        return max(min(failure.retry_after, clock.left(failure)), backoff)
+        advice = failure.retry_after
+        if advice is not None:
+            advice = min(advice, clock.left(failure))
+        return retrying.SERVER.wait(failures, failure.status, advice)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt. If the patience with an outage ends before, that attempt is due then."""

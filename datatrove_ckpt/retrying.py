@@ -1,0 +1,254 @@
+"""When a call that failed is made again: which errors are worth it, and how long to wait. One table for all services.
+
+To change a waiting time, or what a status means, change the row of the service at the end of this module.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from loguru import logger
+
+from datatrove_ckpt.errors import causes
+from datatrove_ckpt.formatting import duration
+from datatrove_ckpt.remote_errors import (
+    advised_seconds,
+    failure_line,
+    http_status,
+    is_of_storage,
+    is_permanent,
+    s3_code,
+    says_to_repeat,
+)
+
+_NO_CONNECTION = {"OfflineModeIsEnabled"}
+_LOST_CONNECTION = {"ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError"}
+_STORAGE_ATTEMPTS = 5
+
+T = TypeVar("T")
+
+
+def _never(error: BaseException, retried: Container[int], failures: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
+
+    The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait that is random: 0 for
+    one caller, 1 ("full jitter") for thousands of requests that failed together and must not return together. See
+    M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.
+
+    Attributes:
+        retried: the HTTP statuses that another attempt may change.
+        limited: those of them that mean "not now". Waiting for them uses up ``limited_patience``, not ``patience``.
+        judge: whether an error may pass, from ``retried`` and the number of failures in a row.
+        patience: how long calls may fail in a row.
+        limited_first, limited_longest: as ``first`` and ``longest``, after a limited status without Retry-After; 0: the
+            same.
+        longest_advice: Retry-After counts up to this. It never extends the patience.
+        spread: the share of an advised wait that is added by chance: ranks that were told the same moment must not
+            return together.
+        clock, sleep: replaced by tests.
+    """
+
+    retried: Container[int] = frozenset()
+    limited: frozenset[int] = frozenset()
+    judge: Callable[[BaseException, Container[int], int], bool] = _never
+    patience: float = math.inf
+    limited_patience: float = 0.0
+    first: float = 1.0
+    longest: float = 60.0
+    growth: float = 2.0
+    jitter: float = 0.0
+    limited_first: float = 0.0
+    limited_longest: float = 0.0
+    longest_advice: float = 0.0
+    spread: float = 0.1
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+
+    def wait(self, failures: int, status: int | None = None, advice: float | None = None) -> float:
+        """Seconds to wait after the ``failures``-th failure in a row, counted from 1. ``advice``: what was advised."""
+        first, longest = self.first, self.longest
+        if status in self.limited and advice is None and self.limited_first:
+            first, longest = self.limited_first, self.limited_longest
+        # The exponent is bounded: 2.0 ** 1100 overflows.
+        grown = min(longest, first * self.growth ** min(failures - 1, 100)) * random.uniform(1 - self.jitter, 1)
+        if advice is None:
+            return grown
+        return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
+
+    def passes(self, error: BaseException, failures: int = 1) -> bool:
+        """Whether another attempt may succeed."""
+        return self.judge(error, self.retried, failures)
+
+    def run(
+        self,
+        call: Callable[[], T],
+        what: str,
+        explain: Callable[[BaseException], str] = failure_line,
+        meanwhile: str = "",
+        sleep: Callable[[float], object] | None = None,
+    ) -> T:
+        """The call's result. Repeats it while its errors may pass; raises the last one.
+
+        Args:
+            what: what failed, for a log line.
+            explain, meanwhile: see ``Attempts``.
+            sleep: instead of the policy's, for calls that can be stopped.
+        """
+        attempts = Attempts(self, explain, meanwhile)
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                seconds = attempts.failed(what, error)
+            (sleep or self.sleep)(seconds)
+
+
+class Attempts:
+    """Calls of one kind in a row, of which some fail.
+
+    Args:
+        explain: what a log line says about an error.
+        meanwhile: the same about what goes on during a wait.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy, explain: Callable[[BaseException], str] = failure_line, meanwhile: str = ""
+    ) -> None:
+        self._policy, self._explain, self._meanwhile = policy, explain, meanwhile
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._failures, self._limited = 0, 0.0
+        self._since: float | None = None
+
+    def failed(self, what: str, error: Exception) -> float:
+        """Logs the failure. Returns the seconds to wait before the next attempt.
+
+        Raises:
+            Exception: ``error``, if another attempt is pointless, or all have failed for too long.
+        """
+        policy = self._policy
+        now = policy.clock()
+        if self._since is None:
+            self._since = now
+        self._failures += 1
+        status = next((found for one in causes(error) if (found := http_status(one)) is not None), None)
+        limited = status in policy.limited
+        left = policy.patience - (now - self._since - self._limited)
+        if limited:
+            left = policy.limited_patience - self._limited
+        if left <= 0 or not policy.passes(error, self._failures):
+            raise error
+        advice = advised_seconds(error)
+        seconds = min(left, policy.wait(self._failures, status, advice))
+        self._limited += seconds if limited else 0.0
+        advised = ", as the server advises" if advice is not None else ""
+        bounded = f", for {duration(left)} at most" if left < math.inf else ""
+        logger.warning(
+            f"{what}: {self._explain(error)}. Next attempt in {duration(seconds)}{advised}{bounded}{self._meanwhile}."
+        )
+        return seconds
+
+
+def _of_reading(error: BaseException, retried: Container[int], failures: int) -> bool:
+    """An error of which nothing is known stays: a damaged file would be read for minutes."""
+    for one in causes(error):
+        status = http_status(one)
+        if status is not None:
+            return status in retried
+        if type(one).__name__ in _NO_CONNECTION:
+            return False
+    kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+    return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
+
+
+def _of_writing(error: BaseException, retried: Container[int], failures: int) -> bool:
+    """An error of which nothing is known may pass: libraries have many names for a lost connection."""
+    if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
+        return True
+    status = http_status(error)
+    return not is_permanent(error) and (status is None or status in retried)
+
+
+def _of_hub(error: BaseException, retried: Container[int], failures: int) -> bool:
+    if says_to_repeat(error):
+        return True
+    if is_of_storage(error):
+        return failures <= _STORAGE_ATTEMPTS
+    return isinstance(error, OSError) and _of_writing(error, retried, failures)
+
+
+# The table. All times are in seconds. -------------------------------------------------------------------------------
+
+_ALL = frozenset(range(300, 600))
+_5XX = frozenset(range(500, 600))
+
+# Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/patience.py``).
+SERVER = RetryPolicy(
+    retried=frozenset({408, 409, 425, 429}) | _5XX,
+    limited=frozenset({429, 503, 529}),
+    first=0.5,
+    longest=30.0,
+    jitter=1.0,
+    longest_advice=120.0,
+    spread=0.0,
+)
+REJECTED = frozenset({400, 413, 414, 422, 431})
+"""The statuses of an inference server that belong to one request: its content, its size. No other status does."""
+
+# Until an endpoint answers for the first time; until a server of ours is ready, which is found ready at most a fifth
+# later than it was; after a start that failed, whose resources (GPU memory, above all) take a moment to become free; and
+# before a server that died is restarted.
+ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
+READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
+RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
+RESTART = RetryPolicy(first=1.0, longest=60.0)
+
+# Input on S3, the hub and others. The libraries below retry for half a minute. A rank that ends gives its GPU back.
+READING = RetryPolicy(
+    retried=frozenset({408, 425, 429, 500, 502, 503, 504, *range(520, 525)}),
+    limited=frozenset({429}),
+    judge=_of_reading,
+    patience=600.0,
+    limited_patience=3600.0,
+    jitter=0.5,
+    longest_advice=3600.0,
+)
+
+# Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
+STORAGE = RetryPolicy(
+    retried=_ALL - {401, 403, 404, 405, 501},
+    judge=_of_writing,
+    patience=300.0,
+    first=0.5,
+    longest=20.0,
+    jitter=0.5,
+    longest_advice=300.0,
+)
+
+# Output on the Hugging Face hub; and what is asked of it before and after generation, when nothing else goes on.
+HUB = RetryPolicy(
+    retried=STORAGE.retried - {400, 410, 413, 422},  # type: ignore[operator]
+    limited=frozenset({429}),
+    judge=_of_hub,
+    patience=3600.0,
+    limited_patience=math.inf,
+    jitter=0.7,
+    limited_first=60.0,
+    limited_longest=900.0,
+    longest_advice=6 * 3600.0,
+)
+HUB_LOOK = replace(HUB, patience=300.0)
+
+# Uploads to a mirror, in upload intervals.
+MIRROR = RetryPolicy(first=1.0, longest=16.0)

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import hub_folder_of, is_missing_repository, repository_is_gone
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubUploads, looks_for
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 
 def check_output_of_run(

@@ -25,7 +25,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubUploads, looks_for
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_line, failure_text, file_system_call, http_status
+from datatrove_ckpt.retrying import failure_line, failure_text, file_system_call, http_status
 
 _BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (

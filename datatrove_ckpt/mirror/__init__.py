@@ -9,5 +9,5 @@ complete version is restored when the local folder is missing or older.
     restore.py       what happens before a rank opens its checkpoint
     object_store.py  reads and writes below one URL; the seam for crash tests
 
-This package may import ``checkpoint`` and the modules below it (``errors``, ``backoff``, ``remote_errors``, ...).
+This package may import ``checkpoint`` and the modules below it (``errors``, ``retrying``, ...).
 """

@@ -24,7 +24,7 @@ from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 _THREADS = 32
 

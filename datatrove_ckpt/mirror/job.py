@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Storage
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.seal import Seal, adopts, without_seal
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 _MAX_BYTES = 2**26
 _MAX_SHARES_BYTES = 2**30

@@ -37,7 +37,7 @@ from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.timed_queue import get_within
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0

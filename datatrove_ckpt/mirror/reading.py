@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_shares
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32

@@ -49,7 +49,7 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:

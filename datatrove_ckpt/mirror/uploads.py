@@ -20,7 +20,7 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import needs_bucket
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_text
 
 KEPT_VERSIONS = 3
 # When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand

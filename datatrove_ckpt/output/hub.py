@@ -21,7 +21,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
-from datatrove_ckpt.remote_errors import http_status
+from datatrove_ckpt.retrying import http_status
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.remote_errors import failure_text, http_status
+from datatrove_ckpt.retrying import failure_text, http_status
 
 _LOOK_SECONDS = 10.0
 _ANSWER_SECONDS = 60.0

@@ -29,8 +29,7 @@ from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import History
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_line, http_status
-from datatrove_ckpt.retrying import RetryPolicy
+from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

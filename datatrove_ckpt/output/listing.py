@@ -24,7 +24,7 @@ from loguru import logger
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_text, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 

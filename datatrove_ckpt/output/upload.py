@@ -6,7 +6,7 @@ sent all the parts completes it: no error path, no destructor and no later proce
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
-                                                 file is sent again, with jittered backoff, for minutes
+                                                 file is sent again, after growing waits, for minutes
     401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by then
     killed in the middle                         S3 keeps the parts, and bills them, until the upload is aborted; the
                                                  rank's next process aborts it, for the names that are still staged
@@ -31,8 +31,7 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_text, http_status, lacks_credentials, s3_code
-from datatrove_ckpt.retrying import RetryPolicy
+from datatrove_ckpt.retrying import RetryPolicy, failure_text, http_status, lacks_credentials, s3_code
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would

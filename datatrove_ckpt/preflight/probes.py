@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import duration
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_text, file_system_call
 
 PROBE = ".datatrove-ckpt-probe-"
 

@@ -16,7 +16,7 @@
     samples.py         rows of a table as dicts and arrays
     permutations.py    shuffled orders
 
-This package may import ``errors``, ``formatting``, ``backoff``, ``redaction``, ``remote_errors`` and ``config``.
+This package may import ``errors``, ``formatting``, ``redaction``, ``retrying`` and ``config``.
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the

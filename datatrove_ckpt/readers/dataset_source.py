@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
-from datatrove_ckpt.remote_errors import http_status
+from datatrove_ckpt.retrying import http_status
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 Count = Callable[[int], object]

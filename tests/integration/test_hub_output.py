@@ -400,7 +400,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     (said,) = [line for line in log if "Next attempt in" in line]
     assert "wait for a commit: HfHubHTTPError" in said
     assert "Next attempt in 1" in said
-    assert "h, as the hub advises; generation goes on." in said
+    assert "h, as the server advises; generation goes on." in said
     limit.stop()
     step.hub_pace = CommitPace(10_000)
     step.run(documents(number))

@@ -24,8 +24,7 @@ from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, given_up, hub_
 from datatrove_ckpt.preflight import hub_limits
 from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.remote_errors import FileSystemFailed, advised_seconds, failure_line
-from datatrove_ckpt.retrying import HUB, Attempts
+from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
 @pytest.mark.parametrize(

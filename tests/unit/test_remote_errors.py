@@ -11,8 +11,14 @@ import huggingface_hub.errors
 import pytest
 from multidict import CIMultiDict
 
-from datatrove_ckpt.remote_errors import FileSystemFailed, advised_seconds, failure_text, file_system_call, http_status
-from datatrove_ckpt.retrying import STORAGE
+from datatrove_ckpt.retrying import (
+    STORAGE,
+    FileSystemFailed,
+    advised_seconds,
+    failure_text,
+    file_system_call,
+    http_status,
+)
 
 LIBRARIES = [
     aiohttp.ClientConnectionError("reset"),
@@ -82,11 +88,9 @@ class Answered(Exception):
 @pytest.mark.parametrize(
     "error",
     [
-        Answered(
-            response={"ResponseMetadata": {"HTTPStatusCode": 503, "HTTPHeaders": {"retry-after": "7"}}}
-        ),  # botocore
-        Answered(response=SimpleNamespace(status_code=503, headers={"Retry-After": "7"})),  # huggingface_hub
-        Answered(status=503, headers=CIMultiDict({"Retry-After": "7"})),  # aiohttp
+        Answered(response={"ResponseMetadata": {"HTTPHeaders": {"retry-after": "7"}}}),
+        Answered(response=SimpleNamespace(status_code=503, headers={"Retry-After": "7"})),
+        Answered(status=503, headers=CIMultiDict({"Retry-After": "7"})),
     ],
     ids=["botocore", "huggingface_hub", "aiohttp"],
 )

@@ -19,7 +19,7 @@ from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
-from datatrove_ckpt.remote_errors import parse_retry_after
+from datatrove_ckpt.retrying import parse_retry_after
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport

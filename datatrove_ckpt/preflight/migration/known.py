@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.preflight.migration.findings import Shape
 from datatrove_ckpt.redaction import shown
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _OURS = "sync_seconds"

@@ -16,7 +16,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.hub_access import hub_folder_of
 from datatrove_ckpt.output.hub_uploads import remove_files
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_text, file_system_call
 
 
 def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:

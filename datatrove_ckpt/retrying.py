@@ -180,8 +180,32 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _never(error: BaseException, retried: Container[int], failures: int) -> bool:
-    return False
+def _of_reading(error: BaseException, retried: Container[int], failures: int) -> bool:
+    """An error of which nothing is known stays: a damaged file would be read for minutes."""
+    for one in causes(error):
+        status = http_status(one)
+        if status is not None:
+            return status in retried
+        if type(one).__name__ in _NO_CONNECTION:
+            return False
+    kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+    return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
+
+
+def _of_writing(error: BaseException, retried: Container[int], failures: int) -> bool:
+    """An error of which nothing is known may pass: libraries have many names for a lost connection."""
+    if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
+        return True
+    status = http_status(error)
+    return not is_permanent(error) and (status is None or status in retried)
+
+
+def _of_hub(error: BaseException, retried: Container[int], failures: int) -> bool:
+    if says_to_repeat(error):
+        return True
+    if is_of_storage(error):
+        return failures <= _STORAGE_ATTEMPTS
+    return isinstance(error, OSError) and _of_writing(error, retried, failures)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +231,7 @@ class RetryPolicy:
 
     retried: Container[int] = frozenset()
     limited: frozenset[int] = frozenset()
-    judge: Callable[[BaseException, Container[int], int], bool] = _never
+    judge: Callable[[BaseException, Container[int], int], bool] = _of_writing
     patience: float = math.inf
     limited_patience: float = 0.0
     first: float = 1.0
@@ -307,40 +331,12 @@ class Attempts:
         return seconds
 
 
-def _of_reading(error: BaseException, retried: Container[int], failures: int) -> bool:
-    """An error of which nothing is known stays: a damaged file would be read for minutes."""
-    for one in causes(error):
-        status = http_status(one)
-        if status is not None:
-            return status in retried
-        if type(one).__name__ in _NO_CONNECTION:
-            return False
-    kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
-    return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
-
-
-def _of_writing(error: BaseException, retried: Container[int], failures: int) -> bool:
-    """An error of which nothing is known may pass: libraries have many names for a lost connection."""
-    if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
-        return True
-    status = http_status(error)
-    return not is_permanent(error) and (status is None or status in retried)
-
-
-def _of_hub(error: BaseException, retried: Container[int], failures: int) -> bool:
-    if says_to_repeat(error):
-        return True
-    if is_of_storage(error):
-        return failures <= _STORAGE_ATTEMPTS
-    return isinstance(error, OSError) and _of_writing(error, retried, failures)
-
-
 # The table. All times are in seconds. -------------------------------------------------------------------------------
 
 _ALL = frozenset(range(300, 600))
 _5XX = frozenset(range(500, 600))
 
-# Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/patience.py``).
+# Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/client.py``).
 SERVER = RetryPolicy(
     retried=frozenset({408, 409, 425, 429}) | _5XX,
     limited=frozenset({429, 503, 529}),
@@ -375,7 +371,6 @@ READING = RetryPolicy(
 # Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
 STORAGE = RetryPolicy(
     retried=_ALL - {401, 403, 404, 405, 501},
-    judge=_of_writing,
     patience=300.0,
     first=0.5,
     longest=20.0,

@@ -43,7 +43,7 @@ from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of, recorded_folders
-from datatrove_ckpt.output.hub_uploads import remove_files
+from datatrove_ckpt.output.hub_commits import remove_files
 from datatrove_ckpt.retrying import failure_text, file_system_call
 
 _BLOCK = 1 << 20

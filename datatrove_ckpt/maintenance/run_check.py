@@ -25,10 +25,10 @@ from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.inspect import name_place
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import hub_folder_of, is_missing_repository, repository_is_gone
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import failure_text
 

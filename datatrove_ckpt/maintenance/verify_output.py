@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, ra
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubUploads, looks_for
+from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import failure_line, failure_text, file_system_call, http_status

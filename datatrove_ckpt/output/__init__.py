@@ -7,8 +7,7 @@
     upload.py          RemoteFolder: uploads to S3 and other file systems, with retries
     hub.py             a folder on the Hugging Face hub, and what lies there
     hub_access.py      whether a job may write there: repository, token and branch
-    hub_uploads.py     uploads content to the hub, makes commits, looks up and removes files
-    hub_commits.py     HubCommits: few commits for many files, in a thread of its own
+    hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
     hub_writers.py     datatrove's writers for the hub, without their own uploads
     stoppable.py       calls that a rank which stops leaves behind
     names.py           file names: filled in from documents, checked, and recognised in a listing

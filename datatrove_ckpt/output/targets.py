@@ -17,11 +17,10 @@ from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.committed import RankCommits
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.upload import RemoteFolder

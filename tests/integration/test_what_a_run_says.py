@@ -13,7 +13,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.client.http1 import Response
+from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import endpoint
 from datatrove_ckpt.inference.servers.endpoint import ExternalServers

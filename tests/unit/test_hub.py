@@ -19,8 +19,8 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.preflight import hub_limits
 from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample

@@ -14,8 +14,7 @@ import orjson
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
-from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent

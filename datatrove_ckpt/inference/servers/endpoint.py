@@ -16,8 +16,8 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.patience import waiting
+from datatrove_ckpt.inference.client.client import waiting
+from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled

@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.hub_access import hub_folder_of
-from datatrove_ckpt.output.hub_uploads import remove_files
+from datatrove_ckpt.output.hub_commits import remove_files
 from datatrove_ckpt.retrying import failure_text, file_system_call
 
 

@@ -3,8 +3,7 @@
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
     writer_check.py    what a runner refuses of a writer
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
-    targets.py         where staged files go: a local folder, a remote one, the hub
-    upload.py          RemoteFolder: uploads to S3 and other file systems, with retries
+    targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub
     hub.py             a folder on the Hugging Face hub, and what lies there
     hub_access.py      whether a job may write there: repository, token and branch
     hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own

@@ -25,7 +25,7 @@ from s3fs import S3FileSystem  # noqa: F401 (so that forked processes need not i
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, retrying
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
-from datatrove_ckpt.output import upload
+from datatrove_ckpt.output import targets
 from datatrove_ckpt.readers import ParquetReader
 
 
@@ -79,7 +79,7 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
 
 def run(job: dict[str, Any]) -> None:
     retrying.STORAGE = replace(retrying.STORAGE, patience=job.get("retry_seconds", retrying.STORAGE.patience))
-    upload.PART_BYTES = job.get("part", upload.PART_BYTES)
+    targets.PART_BYTES = job.get("part", targets.PART_BYTES)
     step = runner(job)
     documents = reader(job)
     if "logs" not in job:

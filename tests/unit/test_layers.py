@@ -23,21 +23,20 @@ ROOMS = {
     "redaction": "errors formatting",
     "retrying": "errors formatting redaction",
     "config": "errors redaction",
-    "documents": "errors formatting",
     "rollouts": "errors formatting config",
     "process": "errors formatting redaction",
     "checkpoint": "errors formatting redaction process",
     "mirror": "errors formatting redaction retrying config process checkpoint",
     "inference.client": "errors redaction retrying config process",
     "inference.servers": "errors redaction retrying config process inference.client",
-    "output": "errors formatting redaction retrying config documents checkpoint",
+    "output": "errors formatting redaction retrying config checkpoint",
     "readers": "errors redaction retrying config checkpoint",
     "torch": "errors readers",
-    "generation": "errors formatting redaction retrying config documents rollouts process checkpoint mirror"
+    "generation": "errors formatting redaction retrying config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "errors redaction config rollouts process checkpoint output generation",
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
-    "preflight": "errors formatting redaction retrying config documents process checkpoint inference.servers"
+    "preflight": "errors formatting redaction retrying config process checkpoint inference.servers"
     " output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction retrying config process checkpoint readers generation runner maintenance"

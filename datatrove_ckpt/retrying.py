@@ -233,7 +233,7 @@ class RetryPolicy:
     limited: frozenset[int] = frozenset()
     judge: Callable[[BaseException, Container[int], int], bool] = _of_writing
     patience: float = math.inf
-    limited_patience: float = 0.0
+    limited_patience: float = math.inf
     first: float = 1.0
     longest: float = 60.0
     growth: float = 2.0
@@ -384,7 +384,6 @@ HUB = RetryPolicy(
     limited=frozenset({429}),
     judge=_of_hub,
     patience=3600.0,
-    limited_patience=math.inf,
     jitter=0.7,
     limited_first=60.0,
     limited_longest=900.0,

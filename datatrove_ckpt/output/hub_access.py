@@ -70,7 +70,9 @@ def check_access(
     except _Refused as error:
         raise OutputFailed(str(error)) from None
     except OSError as error:
-        raise OutputFailed(access.explain(error)) from error
+        raise OutputFailed(
+            f"{folder.url}: {access.shown(error)}. {folder.advice(error)} Then run the same command again."
+        ) from error
 
 
 def hub_folder_of(writer: DiskWriter) -> HubFolder | None:
@@ -247,23 +249,6 @@ class _Access:
         return shlex.join(["hf", "repos", "create", self._folder.repo, "--repo-type", self._folder.kind, "--private"])
 
     # failures --------------------------------------------------------------------------------------------------------
-
-    def explain(self, error: OSError) -> str:
-        """What happened, and what to do."""
-        what = f"{self._where}: {self.shown(error)}"
-        status = http_status(error)
-        if status == 401:
-            return (
-                f"{what}. The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
-            )
-        if status == 403:
-            return (
-                f"{what}. The token may not write to {self._folder.repo}. Take one of role write, or a fine-grained "
-                f"one with write access to {self._folder.repo}, of somebody who may write there."
-            )
-        return (
-            f"{what}. Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."
-        )
 
     def shown(self, error: BaseException) -> str:
         """One line without the token, which a proxy may have quoted."""

@@ -320,13 +320,11 @@ class HubUploads:
     def _retried(
         self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy, meanwhile: str = ""
     ) -> T:
-        what = f"{self.folder.url}: {what}"
+        run = partial(self._calls.run, call, at_most_seconds)
         try:
-            return policy.run(
-                partial(self._calls.run, call, at_most_seconds), what, hub_failure, meanwhile, self._calls.sleep
-            )
+            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, self._calls.sleep)
         except OSError as error:
-            raise given_up(what, error) from error
+            raise given_up(self.folder, what, error) from error
 
     def look_again(self, lost: Iterable[OutputFile], looks: Iterable[float] | None = None) -> dict[str, HubFile]:
         """Returns those files that the hub shows now, among the ones that it seemed to lack or to have changed.
@@ -488,11 +486,11 @@ class HubCommits(Placement):
                 return
             confirmed = self._uploads.commit(files, title, history.head)
         except OSError as error:
-            what = f"{self._uploads.folder.url}: {plural(len(self._queue.files), 'file')} wait for a commit"
+            folder, what = self._uploads.folder, f"{plural(len(self._queue.files), 'file')} wait for a commit"
             try:
-                self._calls.sleep(attempts.failed(what, error))
+                self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
             except OSError:
-                raise given_up(what, error) from error
+                raise given_up(folder, what, error) from error
             if may_have_happened(error) and not self._calls.stopped:
                 # The commit may have happened, although no answer said so. If only a repetition within the client was
                 # answered, because of this very commit, the next attempt sees it.
@@ -595,24 +593,10 @@ def may_have_happened(error: BaseException) -> bool:
     return http_status(error) not in (*_CONTENTION, *retrying.HUB.limited)
 
 
-def given_up(what: str, error: OSError) -> OutputFailed:
+def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
     """The error for a call that is not made again: what happened, and what to do."""
-    return OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}")
-
-
-def _advice(error: BaseException) -> str:
     kept = "Nothing that was saved is lost: run the same command again"
-    status = http_status(error)
-    if status in (401, 403):
-        return (
-            "The token may not write there, or has expired: set HF_TOKEN, or run hf auth login, with one that may. "
-            f"{kept}."
-        )
-    if status == 404 or isinstance(error, FileNotFoundError):
-        return f"Make the repository and the branch, or correct output_folder. {kept}."
-    if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
-        return f"Install the extra hub. {kept}."
-    return f"Check the network, HF_ENDPOINT, and the state of the hub. {kept}."
+    return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
 
 
 def _no_bars_in_logs() -> None:

@@ -60,6 +60,9 @@ def test_a_writers_folder_is_recognised() -> None:
 # What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
 
 
+FOLDER = HubFolder("dataset", "org/name")
+
+
 def answer(status: int, text: str = "", url: str = "https://hub/api/x", **headers: str) -> OSError:
     """An error of the client, as ``StoppableCalls`` raises it."""
     error = FileSystemFailed(text)
@@ -119,8 +122,8 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     now[0] += 20
     with pytest.raises(FileSystemFailed) as raised:
         attempts.failed("a commit", answer(503))
-    said = str(given_up("a commit", raised.value))
-    assert re.match(r"a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
+    said = str(given_up(FOLDER, "a commit", raised.value))
+    assert re.match(r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
     attempts.succeeded()
     assert attempts.failed("a commit", answer(503)) <= 1
 
@@ -131,7 +134,7 @@ def test_a_storage_that_goes_on_refusing_is_final() -> None:
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
         attempts.failed("an upload", refused)
-    assert "The token may not write there" in str(given_up("an upload", refused))
+    assert "The token may not write to org/name" in str(given_up(FOLDER, "an upload", refused))
 
 
 def test_ranks_that_were_refused_together_do_not_return_together() -> None:

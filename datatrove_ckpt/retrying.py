@@ -10,7 +10,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -180,7 +180,7 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _of_reading(error: BaseException, retried: Container[int], failures: int) -> bool:
+def _of_reading(error: BaseException, retried: frozenset[int], failures: int) -> bool:
     """An error of which nothing is known stays: a damaged file would be read for minutes."""
     for one in causes(error):
         status = http_status(one)
@@ -192,7 +192,7 @@ def _of_reading(error: BaseException, retried: Container[int], failures: int) ->
     return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
 
 
-def _of_writing(error: BaseException, retried: Container[int], failures: int) -> bool:
+def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
     """An error of which nothing is known may pass: libraries have many names for a lost connection."""
     if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
         return True
@@ -200,7 +200,7 @@ def _of_writing(error: BaseException, retried: Container[int], failures: int) ->
     return not is_permanent(error) and (status is None or status in retried)
 
 
-def _of_hub(error: BaseException, retried: Container[int], failures: int) -> bool:
+def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> bool:
     if says_to_repeat(error):
         return True
     if is_of_storage(error):
@@ -229,9 +229,9 @@ class RetryPolicy:
         clock, sleep: replaced by tests.
     """
 
-    retried: Container[int] = frozenset()
+    retried: frozenset[int] = frozenset()
     limited: frozenset[int] = frozenset()
-    judge: Callable[[BaseException, Container[int], int], bool] = _of_writing
+    judge: Callable[[BaseException, frozenset[int], int], bool] = _of_writing
     patience: float = math.inf
     limited_patience: float = math.inf
     first: float = 1.0
@@ -348,6 +348,8 @@ SERVER = RetryPolicy(
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
 """The statuses of an inference server that belong to one request: its content, its size. No other status does."""
+BUSY = frozenset({502, 503, 504, 529})
+"""With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 
 # Until an endpoint answers for the first time; until a server of ours is ready, which is found ready at most a fifth
 # later than it was; after a start that failed, whose resources (GPU memory, above all) take a moment to become free;
@@ -380,7 +382,7 @@ STORAGE = RetryPolicy(
 
 # Output on the Hugging Face hub; and what is asked of it before and after generation, when nothing else goes on.
 HUB = RetryPolicy(
-    retried=STORAGE.retried - {400, 410, 413, 422},  # type: ignore[operator]
+    retried=STORAGE.retried - {400, 410, 413, 422},
     limited=frozenset({429}),
     judge=_of_hub,
     patience=3600.0,
@@ -390,6 +392,7 @@ HUB = RetryPolicy(
     longest_advice=6 * 3600.0,
 )
 HUB_LOOK = replace(HUB, patience=300.0)
+HUB_PROBE = replace(HUB, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
 
 # Uploads to a mirror, in upload intervals.
 MIRROR = RetryPolicy(first=1.0, longest=16.0)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
 from datatrove_ckpt.retrying import failure_text, http_status
 
-_LOOK_SECONDS = 10.0
 _ANSWER_SECONDS = 60.0
 _TIMEOUT_SECONDS = 30.0
 
@@ -62,9 +60,7 @@ def check_access(
     """
     calls = calls or StoppableCalls()
     access = _Access(folder, private, not only_look, committed)
-    policy = retrying.HUB_LOOK
-    if only_look:
-        policy = replace(policy, patience=_LOOK_SECONDS, limited_patience=0.0)
+    policy = retrying.HUB_PROBE if only_look else retrying.HUB_LOOK
     try:
         return policy.run(partial(calls.run, access.ask, _ANSWER_SECONDS), folder.url, access.shown, sleep=calls.sleep)
     except _Refused as error:

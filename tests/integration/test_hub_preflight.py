@@ -247,11 +247,9 @@ def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub) -> None
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["missing", "limited"])
-def test_the_doctor_finds_what_would_end_the_run(
-    job: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_the_doctor_finds_what_would_end_the_run(job: Run, hub: FakeHub, policy: ChangePolicy, what: str) -> None:
     says = {"missing": "make it: hf repos create org/data", "limited": "the hub answers 429"}
-    monkeypatch.setattr(hub_access, "_LOOK_SECONDS", 0.1)
+    policy("HUB_PROBE", patience=0.1)
     if what != "missing":
         hub.create_repo("org/data")
         hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})

@@ -27,7 +27,6 @@ _UNFINISHED = frozenset(
 _CONTENT, _REASON = (str, list), (str, type(None))
 # Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_BUSY = (502, 503, 504, 529)
 _SHOWN_BYTES = 200  # of an answer that is no JSON
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
@@ -99,7 +98,7 @@ class RetryableError(Exception):
     @property
     def server_is_busy(self) -> bool:
         """The server says that it is overloaded or not ready."""
-        return self.status in _BUSY
+        return self.status in retrying.BUSY
 
 
 def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:

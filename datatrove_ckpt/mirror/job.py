@@ -23,9 +23,8 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journ
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Versions
+from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Seal, Versions, adopts, without_seal
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.seal import Seal, adopts, without_seal
 from datatrove_ckpt.retrying import failure_text
 
 _MAX_BYTES = 2**26

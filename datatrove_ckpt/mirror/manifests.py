@@ -130,11 +130,6 @@ class Seal:
         return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
 
 
-def is_sealed(body: bytes) -> bool:
-    """Whether a manifest's JSON has a seal, right or wrong."""
-    return _SEALED.fullmatch(body) is not None
-
-
 def without_seal(body: bytes) -> bytes:
     """A manifest's JSON without its seal."""
     sealed = _SEALED.fullmatch(body)
@@ -405,7 +400,7 @@ class Versions:
 
     def _is_sealed(self, version: Version) -> bool:
         try:
-            return is_sealed(self._read_body(version))
+            return _SEALED.fullmatch(self._read_body(version)) is not None
         except Damaged:
             return False
 

@@ -4,7 +4,6 @@
     is there a token?                           no request
     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
     is the revision a branch?                   GET refs, and only if the URL names a revision
-    the same, on a hub that has no auth-check   POST preupload: the first request of an upload, which stores nothing
     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
 
 So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
@@ -13,7 +12,6 @@ it (members of an organisation, resource groups), and the hub limits how often i
 
 from __future__ import annotations
 
-import base64
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +24,6 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
 from datatrove_ckpt.retrying import failure_text, http_status
@@ -139,8 +136,7 @@ class _Access:
                 f"{self._where}: there is no token for the hub. Export HF_TOKEN with one that may write to "
                 f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
-        found = self._check_bucket() if self._folder.is_bucket else self._check_repository()
-        return found or f"{self._where} exists, and the token may write to it."
+        return self._check_bucket() if self._folder.is_bucket else self._check_repository()
 
     def _check_bucket(self) -> str:
         from huggingface_hub.errors import BucketNotFoundError
@@ -154,40 +150,21 @@ class _Access:
         return f"{self._where} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
-        status, code = self._get("auth-check/write")
-        if code == "RepoNotFound":
-            return self._missing(self._create_repository)
-        if self._folder.revision is not None:
-            self._check_branch(self._folder.revision)
-        if status == 404:  # a hub of an older version
-            self._preupload()
-        return ""
-
-    def _get(self, question: str) -> tuple[int, str | None]:
-        """The status and the hub's code for it; a refusal that is neither 404 nor RepoNotFound is raised."""
         from huggingface_hub import get_session, hf_raise_for_status
-
-        response = get_session().get(self._url(question), headers=self._headers(), timeout=_TIMEOUT_SECONDS)
-        code = response.headers.get("X-Error-Code")
-        if response.status_code != 404 and code != "RepoNotFound":
-            hf_raise_for_status(response)
-        return response.status_code, code
-
-    def _preupload(self) -> None:
-        from huggingface_hub import get_session, hf_raise_for_status
-
-        name = self._folder.full_name(f"{STAGING}/probe")
-        body = {"files": [{"path": name, "size": 1, "sample": base64.b64encode(b"x").decode()}]}
-        url = self._url(f"preupload/{self._folder.branch.replace('/', '%2F')}")
-        hf_raise_for_status(get_session().post(url, json=body, headers=self._headers(), timeout=_TIMEOUT_SECONDS))
-
-    def _url(self, question: str) -> str:
-        return f"{self._folder.api().endpoint}/api/{self._folder.kind}s/{self._folder.repo}/{question}"
-
-    def _headers(self) -> dict[str, str]:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        return build_hf_headers(library_name="datatrove-ckpt")
+        folder, headers = self._folder, build_hf_headers(library_name="datatrove-ckpt")
+        url = f"{folder.api().endpoint}/api/{folder.kind}s/{folder.repo}/auth-check/write"
+        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        if response.headers.get("X-Error-Code") == "RepoNotFound":
+            return self._missing(self._create_repository)
+        if response.status_code != 404:
+            hf_raise_for_status(response)
+        if folder.revision is not None:
+            self._check_branch(folder.revision)
+        if response.status_code == 404:
+            return f"{self._where}: whether the token may write to this hub shows with the first file."
+        return f"{self._where} exists, and the token may write to it."
 
     def _check_branch(self, revision: str) -> None:
         refs = self._folder.api().list_repo_refs(

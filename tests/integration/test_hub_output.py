@@ -202,7 +202,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     [
         ("commit", {"status": 403}, r"3 files wait for a commit: .*403.*The token may not write to org/data"),
         ("commit", {"status": 400, "message": "bad"}, r"3 files wait for a commit: .*Nothing that was saved is lost"),
-        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*set HF_TOKEN"),
+        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*Export HF_TOKEN"),
         (
             "auth-check",
             {"status": 403},

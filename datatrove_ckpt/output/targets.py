@@ -23,7 +23,7 @@ from __future__ import annotations
 import filecmp
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -140,29 +140,100 @@ class LocalTarget(Target):
 
 
 class RemoteTarget(Target):
-    """``probe``: a name in the folder that only this rank of this run uses."""
+    """A remote folder, on S3 or any other file system of fsspec.
 
-    def __init__(self, folder: DataFolder, scratch: Path, probe: str) -> None:
+    Args:
+        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
+        policy: None: that for storages.
+    """
+
+    def __init__(self, folder: DataFolder, scratch: Path, probe: str, policy: RetryPolicy | None = None) -> None:
         super().__init__(scratch / layout.STAGING)
-        self._remote = RemoteFolder(folder, probe)
+        self._url = folder.resolve_paths("")
+        self._probe = probe
+        self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
+        self._calls = StoppableCalls()
+        self._policy = policy or retrying.STORAGE
 
     def prepare(self) -> None:
-        # A file that was being uploaded when a process ended is still staged.
+        """Checks that files can be written, and aborts the uploads that earlier processes left open.
+
+        Raises:
+            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
+        """
+        upload = self._retry(f"{self._url} cannot be written to", lambda: self._uploader.create_upload(self._probe))
+        with self._warn_if_forbidden():
+            what = f"{self._url}: an open upload could not be aborted"
+            self._retry(what, lambda: self._uploader.abort_upload(self._probe, upload))
         left = self.staging.parent
-        found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
-        self._remote.prepare(["/".join(parts[2:]) for parts in found] if left.exists() else None)
+        if left.exists():  # a file that was being uploaded when a process ended is still staged
+            found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
+            if count := self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)}):
+                logger.info(f"{self._url}: aborted {count} uploads that an earlier run of this rank left open.")
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        return self._remote.list(call)
+        return self._retry(f"{self._url} cannot be listed", call)
 
     def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
         for name, path in staged.items():
-            self._remote.upload(path, name)
+            self.upload(path, name)
         files.disk.remove_tree(staging)
         return {}
 
+    def upload(self, local: Path, name: str) -> None:
+        """Returns when the remote file exists and has the local one's size.
+
+        Raises:
+            OutputFailed: the file could not be uploaded, or the remote one has another size.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        size, remote = local.stat().st_size, self._uploader.full_name(name)
+        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._uploader.put(local, name))
+        if remote_size != size:
+            raise OutputFailed(
+                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
+                "find out who else writes there, and run the same command again."
+            )
+        if size >= 2 * PART_BYTES:
+            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+
     def stop(self) -> None:
-        self._remote.stop()
+        self._calls.stop()
+
+    def _abort_open_uploads(self, names: set[str]) -> int:
+        """Returns how many uploads of these names were open."""
+        with self._warn_if_forbidden():
+            what = f"{self._url}: the open uploads could not be listed"
+            found = self._retry(what, lambda: self._uploader.open_uploads(names))
+            for name, upload in found:
+                what = f"{self._uploader.full_name(name)}: an open upload could not be aborted"
+                self._retry(what, partial(self._uploader.abort_upload, name, upload))
+            return len(found)
+        return 0
+
+    @contextmanager
+    def _warn_if_forbidden(self) -> Iterator[None]:
+        """Aborting needs permissions that writing does not. Uploads that stay open cost storage, never a document."""
+        try:
+            yield
+        except OutputFailed as error:
+            if error.__cause__ is None or self._policy.passes(error.__cause__):
+                raise
+            logger.warning(
+                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__)}). "
+                "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
+            )
+
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+
+        Raises:
+            OutputFailed: its cause is the last error.
+        """
+        try:
+            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
+        except OSError as error:
+            raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
 
 
 class HubTarget(Target):
@@ -230,103 +301,6 @@ def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) 
     if (hub := HubFolder.of(folder)) is not None:
         return HubTarget(hub, scratch, rank, pace)
     return RemoteTarget(folder, scratch, f"{STAGING}/probe-{run}")
-
-
-class RemoteFolder:
-    """Uploads files to a remote folder.
-
-    Args:
-        folder: the folder.
-        probe: a name in it that only this rank uses, for an upload that is never completed.
-        policy: None: that for storages.
-    """
-
-    def __init__(self, folder: DataFolder, probe: str, policy: RetryPolicy | None = None) -> None:
-        self._url = folder.resolve_paths("")
-        self._probe = probe
-        self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
-        self._calls = StoppableCalls()
-        self._policy = policy or retrying.STORAGE
-
-    def prepare(self, interrupted: Iterable[str] | None) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left open.
-
-        Args:
-            interrupted: names that an earlier process may have been uploading when it ended; None if it ended well.
-
-        Raises:
-            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
-        """
-        upload = self._retry(f"{self._url} cannot be written to", lambda: self._uploader.create_upload(self._probe))
-        with self._warn_if_forbidden():
-            what = f"{self._url}: an open upload could not be aborted"
-            self._retry(what, lambda: self._uploader.abort_upload(self._probe, upload))
-        if interrupted is not None and (count := self._abort_open_uploads({self._probe, *interrupted})):
-            logger.info(f"{self._url}: aborted {count} uploads that an earlier run of this rank left open.")
-
-    def upload(self, local: Path, name: str) -> None:
-        """Returns when the remote file exists and has the local one's size.
-
-        Raises:
-            OutputFailed: the file could not be uploaded, or the remote one has another size.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        size, remote = local.stat().st_size, self._uploader.full_name(name)
-        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._uploader.put(local, name))
-        if remote_size != size:
-            raise OutputFailed(
-                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
-                "find out who else writes there, and run the same command again."
-            )
-        if size >= 2 * PART_BYTES:
-            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
-
-    def list(self, call: Callable[[], T]) -> T:
-        """Calls what lists the folder, with retries.
-
-        Raises:
-            OutputFailed: it cannot be listed.
-        """
-        return self._retry(f"{self._url} cannot be listed", call)
-
-    def stop(self) -> None:
-        """Ends all waiting in ``upload``, from now on. A request under way ends by itself, or with the process."""
-        self._calls.stop()
-
-    def _abort_open_uploads(self, names: set[str]) -> int:
-        """Returns how many uploads of these names were open."""
-        with self._warn_if_forbidden():
-            what = f"{self._url}: the open uploads could not be listed"
-            found = self._retry(what, lambda: self._uploader.open_uploads(names))
-            for name, upload in found:
-                what = f"{self._uploader.full_name(name)}: an open upload could not be aborted"
-                self._retry(what, partial(self._uploader.abort_upload, name, upload))
-            return len(found)
-        return 0
-
-    @contextmanager
-    def _warn_if_forbidden(self) -> Iterator[None]:
-        """Aborting needs permissions that writing does not. Uploads that stay open cost storage, never a document."""
-        try:
-            yield
-        except OutputFailed as error:
-            if error.__cause__ is None or self._policy.passes(error.__cause__):
-                raise
-            logger.warning(
-                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__)}). "
-                "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
-            )
-
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
-        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
-
-        Raises:
-            OutputFailed: its cause is the last error.
-        """
-        try:
-            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
-        except OSError as error:
-            raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
 
 
 class _Uploader:

@@ -37,7 +37,6 @@ _AT = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_NO_CONNECTION = {"OfflineModeIsEnabled"}
 _LOST_CONNECTION = {"ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError"}
 _STORAGE_ATTEMPTS = 5
 
@@ -68,15 +67,11 @@ class file_system_call(frames_cut):
             raise FileSystemFailed(error_text(error)) from error
 
 
-def failure_text(error: BaseException) -> str:
-    """Class and message of the error, as the library raised it."""
-    return error_text(error.__cause__ if isinstance(error, FileSystemFailed) and error.__cause__ else error)
-
-
 def failure_line(error: BaseException) -> str:
-    """As ``failure_text``, in one line, without httpx's links to explanations and the signatures in URLs of storages.
+    """Class and message of the error as the library raised it, in one line.
 
-    huggingface_hub wraps what happened to an upload in an error that only names the file: both are shown.
+    Without httpx's links to explanations, and the signatures in URLs of storages. huggingface_hub wraps what happened
+    to an upload in an error that only names the file: both are shown.
     """
     found = error.__cause__ if isinstance(error, FileSystemFailed) and error.__cause__ else error
     inner = f": {error_text(found.__cause__)}" if type(found) is RuntimeError and found.__cause__ else ""
@@ -87,17 +82,6 @@ def failure_line(error: BaseException) -> str:
 def is_permanent(error: BaseException | None) -> bool:
     """Whether another attempt cannot succeed, whatever the HTTP status: no permission, no bucket, no credentials."""
     return isinstance(_unwrapped(error), _PERMANENT_ERRORS) or lacks_credentials(error)
-
-
-def says_to_repeat(error: BaseException) -> bool:
-    """Whether the hub's text says that the request may be made again, whatever its status."""
-    return _PASSING.search(failure_line(error)) is not None
-
-
-def is_of_storage(error: BaseException) -> bool:
-    """Whether the storage refused content, not the hub: its signed URLs expire, and the next attempt gets new ones."""
-    url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
-    return http_status(error) in (400, 401, 403) and bool(url) and "/api/" not in url and ".git/info/lfs" not in url
 
 
 def lacks_credentials(error: BaseException | None) -> bool:
@@ -186,7 +170,7 @@ def _of_reading(error: BaseException, retried: frozenset[int], failures: int) ->
         status = http_status(one)
         if status is not None:
             return status in retried
-        if type(one).__name__ in _NO_CONNECTION:
+        if type(one).__name__ == "OfflineModeIsEnabled":
             return False
     kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
     return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
@@ -201,9 +185,11 @@ def _of_writing(error: BaseException, retried: frozenset[int], failures: int) ->
 
 
 def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    if says_to_repeat(error):
+    if _PASSING.search(failure_line(error)):
         return True
-    if is_of_storage(error):
+    url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
+    if http_status(error) in (400, 401, 403) and url and "/api/" not in url and ".git/info/lfs" not in url:
+        # The storage refused content, not the hub: its signed URLs expire, and the next attempt gets new ones.
         return failures <= _STORAGE_ATTEMPTS
     return isinstance(error, OSError) and _of_writing(error, retried, failures)
 

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.hub_access import hub_folder_of, is_missing_repositor
 from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 
 def check_output_of_run(
@@ -94,7 +94,7 @@ def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds
         return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
     except OSError as error:
         raise OutputFailed(
-            f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
+            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
         ) from error
 
 

@@ -25,7 +25,7 @@ from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import failure_line, failure_text, file_system_call, http_status
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
 _BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (
@@ -158,7 +158,7 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     except OSError as error:
         if report.hub is not None and http_status(error) == 404:
             return "missing", "is missing"
-        return "output", f"cannot be read: {failure_text(error)}"
+        return "output", f"cannot be read: {failure_line(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None

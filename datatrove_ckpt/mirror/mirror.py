@@ -47,7 +47,7 @@ from datatrove_ckpt.mirror.manifests import (
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.timed_queue import get_within
-from datatrove_ckpt.retrying import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 KEPT_VERSIONS = 3
 # When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand
@@ -180,7 +180,7 @@ class Uploads:
             self._collect_garbage([version for version in versions if version < new], ownerships)
         except OSError as error:
             logger.warning(
-                f"Could not remove old versions at {self._versions.url}: {failure_text(error)}. They use storage and "
+                f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. They use storage and "
                 "do no harm. The next upload tries again."
             )
         return True
@@ -341,7 +341,7 @@ class RemoteMirror:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self._url}: {failure_text(error)}. What is newer than the "
+                    f"Could not mirror the checkpoint to {self._url}: {failure_line(error)}. What is newer than the "
                     f"last version is saved on this node only{after}"
                 )
             return int(retrying.MIRROR.wait(self._failures))

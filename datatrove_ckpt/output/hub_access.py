@@ -26,7 +26,7 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.retrying import failure_text, http_status
+from datatrove_ckpt.retrying import failure_line, http_status
 
 _ANSWER_SECONDS = 60.0
 _TIMEOUT_SECONDS = 30.0
@@ -229,5 +229,5 @@ class _Access:
 
         status, said = http_status(error), getattr(error, "server_message", None)
         answers = f"the hub answers {status}" + (f", {said}" if said else "")
-        text = failure_text(error) if status is None else answers
+        text = failure_line(error) if status is None else answers
         return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")

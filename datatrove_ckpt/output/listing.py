@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.retrying import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
@@ -80,7 +80,7 @@ def list_output(
             return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
     except PermissionError as error:
         logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():

@@ -46,7 +46,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import RetryPolicy, failure_text, http_status, lacks_credentials, s3_code
+from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status, lacks_credentials, s3_code
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
@@ -220,7 +220,7 @@ class RemoteTarget(Target):
             if error.__cause__ is None or self._policy.passes(error.__cause__):
                 raise
             logger.warning(
-                f"{self._url}: uploads that were interrupted stay open ({failure_text(error.__cause__)}). "
+                f"{self._url}: uploads that were interrupted stay open ({failure_line(error.__cause__)}). "
                 "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 
@@ -233,7 +233,7 @@ class RemoteTarget(Target):
         try:
             return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
         except OSError as error:
-            raise OutputFailed(f"{what}: {failure_text(error)}. {_advice(error)}") from error
+            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
 
 
 class HubTarget(Target):

@@ -15,7 +15,7 @@ from datatrove_ckpt.retrying import (
     STORAGE,
     FileSystemFailed,
     advised_seconds,
-    failure_text,
+    failure_line,
     file_system_call,
     http_status,
 )
@@ -44,7 +44,7 @@ def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error: Exc
     left = called(error)
     assert isinstance(left, FileSystemFailed)
     assert left.__cause__ is error
-    assert failure_text(left).startswith(type(error).__name__)
+    assert failure_line(left).startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize(

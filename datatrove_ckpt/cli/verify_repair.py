@@ -40,7 +40,8 @@ def verify(arguments: argparse.Namespace) -> int:
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
+        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS  # documents in journals, by chunk
+        text = orjson.dumps(_as_json(report, arguments.full, code), option=options).decode()
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
     say(place.said(text))

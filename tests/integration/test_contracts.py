@@ -1,13 +1,20 @@
-"""What `run`, `doctor` and `verify` say of the same job when something is wrong: tests/data/refusals.txt, word by word.
+"""What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings and flags, keys.
 
-Who means to change a message writes the file anew, and reads the difference:
+    refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong, word by word
+    names.json      settings of a YAML file, flags and exit codes of the commands, and the keys of each `--json`
 
-    DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 -m "" tests/integration/test_refusals.py
+Who means to change something writes both anew, and reads the difference:
+
+    DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 -m "" tests/integration/test_contracts.py
+
+What old checkpoints and queued tasks rely on is in test_releases.py and test_queued_tasks.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -23,13 +30,17 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.parsers import make_parser
+from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.preflight import probes
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.kept import edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-GOLDEN = Path(__file__).parents[1] / "data" / "refusals.txt"
+DATA = Path(__file__).parents[1] / "data"
+REFUSALS, NAMES = DATA / "contracts" / "refusals.txt", DATA / "contracts" / "names.json"
+IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
 STEP = "--pipeline.1"
@@ -87,7 +98,7 @@ def locked(job: Path) -> Callable[[], None]:
 
 
 def datatroves(job: Path) -> None:
-    shutil.copytree(GOLDEN.parent / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
+    shutil.copytree(DATA / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
 
 
 def copied_over(job: Path) -> None:
@@ -192,7 +203,7 @@ def test_those_by_default_are_there() -> None:
     assert set(BY_DEFAULT) <= SITUATIONS.keys() == read().keys()
 
 
-@pytest.mark.xdist_group("refusals")
+@pytest.mark.xdist_group("contracts")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in SITUATIONS]
 )
@@ -202,8 +213,7 @@ def test_what_three_doors_say(
     monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
     state, change, overrides = SITUATIONS[name]
     job, server = jobs
-    shutil.rmtree(job)
-    shutil.copytree(job.parent / state, job)
+    restore(job, state)
     monkeypatch.chdir(job)
     with ExitStack() as stack:
         undo = change(job) if change is not None else None
@@ -215,10 +225,16 @@ def test_what_three_doors_say(
             said = command(door, "job.yaml", *overrides, code=None)
             found += f"--- {door}: exit code {said.code}\n{shown(door, said, job, server)}"
     sections = read()
-    if os.environ.get("DATATROVE_CKPT_WRITE_GOLDEN"):
+    if IS_WRITTEN:
         write({**sections, name: found})
         return
     assert found == sections.get(name, ""), name
+
+
+def restore(job: Path, state: str) -> None:
+    shutil.rmtree(job)
+    shutil.copytree(job.parent / state, job)
+    DataFolder.clear_instance_cache()
 
 
 def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
@@ -237,11 +253,122 @@ def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
 def read() -> dict[str, str]:
     sections: dict[str, str] = {}
     with suppress(FileNotFoundError):
-        for part in GOLDEN.read_text().split("=== ")[1:]:
+        for part in REFUSALS.read_text().split("=== ")[1:]:
             name, _, text = part.partition("\n")
             sections[name] = text.rstrip("\n") + "\n"
     return sections
 
 
 def write(sections: dict[str, str]) -> None:
-    GOLDEN.write_text("\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections))
+    REFUSALS.write_text("\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections))
+
+
+# names ---------------------------------------------------------------------------------------------------------------
+
+
+def hold(what: str, found: Any) -> None:
+    """Holds what was found against names.json."""
+    names = json.loads(NAMES.read_bytes())
+    if IS_WRITTEN:
+        NAMES.write_text(json.dumps({**names, what: found}, indent=1) + "\n")
+    else:
+        assert found == names[what]
+
+
+def test_names_of_settings_in_a_yaml_file() -> None:
+    """Of our classes; others are datatrove's."""
+    found = {
+        name.rpartition(".")[2]: " ".join(sorted(one["properties"]))
+        for name, one in make_schema()["definitions"].items()
+        if name.startswith("datatrove_ckpt.")
+    }
+    hold("settings", found)
+
+
+def test_commands_and_their_flags() -> None:
+    (commands,) = [one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    hold("flags", {name: flags(one) for name, one in commands.choices.items()})
+
+
+def flags(command: argparse.ArgumentParser) -> str:
+    return " ".join(" ".join(one.option_strings) or str(one.metavar) for one in command._actions)
+
+
+DATATROVES = (
+    f"--executor.tasks=1 {STEP}.records_per_chunk=4 {STEP}.checkpoints_local_dir=ours --lacking-are-dropped "
+    f"{STEP}.output_writer.output_filename=${{rank}}_chunk_${{chunk_index}}.jsonl"
+)
+JSON = {
+    "status": (STOPPED, "status checkpoints --json"),
+    "verify": (STOPPED, "verify job.yaml --json"),
+    "doctor": (NEW, "doctor job.yaml --json"),
+    "plan": (NEW, "plan job.yaml --mtbf 6h --json"),
+    "migrate": (NEW, "migrate job.yaml --from checkpoints --dry-run --json " + DATATROVES),
+}
+BY_NAME = ("states", "errors", "dead_letters", "journals")
+"""Keys whose own keys are data."""
+
+
+@pytest.mark.xdist_group("contracts")
+@pytest.mark.parametrize("name", JSON)
+def test_keys_of_json(
+    name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
+    state, words = JSON[name]
+    restore(jobs[0], state)
+    monkeypatch.chdir(jobs[0])
+    if name == "verify":
+        only("output", "*.jsonl")(jobs[0]).unlink()
+    elif name == "migrate":
+        shutil.copytree(DATA / "datatrove_0_9_0", jobs[0], dirs_exist_ok=True)
+    found = json.loads(command(*words.split(), code=None).out)
+    hold(f"{name} --json", " ".join(sorted({one[1:] for one in keys(found)})))
+
+
+def keys(content: Any, path: str = "") -> Iterator[str]:
+    if isinstance(content, list):
+        for one in content:
+            yield from keys(one, f"{path}[]")
+    elif isinstance(content, dict):
+        for name, one in content.items():
+            inner = f"{path}.*" if path.rpartition(".")[2] in BY_NAME else f"{path}.{name}"
+            yield from (inner, *keys(one, inner))
+
+
+CODES = {
+    NEW: (
+        "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
+        "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
+        "report job.yaml -o -; relocate missing --output output; fork missing job.yaml; reshard job.yaml --tasks 3; "
+        "plan job.yaml; plan job.yaml --mtbf 6; migrate job.yaml --from missing; doctor missing.yaml; schema; "
+        "completion bash; completion dos; --version; --help"
+    ),
+    DONE: (
+        "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "
+        "verify checkpoints --full; repair job.yaml --dry-run; repair checkpoints; report checkpoints -o -; "
+        "relocate checkpoints --output output; relocate checkpoints --output input; fork checkpoints job.yaml; "
+        "fork checkpoints new --dry-run; reshard job.yaml --tasks 3; run job.yaml --retry-dead-letters"
+    ),
+    STOPPED: (
+        "status job.yaml; verify job.yaml; repair job.yaml --dry-run; report job.yaml -o -; "
+        "relocate checkpoints --output elsewhere; reshard job.yaml --tasks 3 --dry-run; reshard job.yaml --tasks 0; "
+        "fork checkpoints new --dry-run; status job.yaml --interval x; run job.yaml; verify checkpoints"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.xdist_group("contracts")
+@pytest.mark.parametrize("state", CODES)
+def test_exit_codes(
+    state: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore(jobs[0], state)
+    monkeypatch.chdir(jobs[0])
+    found = {}
+    for words in CODES[state].split("; "):
+        try:
+            found[words] = command(*words.split(), code=None).code
+        except SystemExit as exit:  # of argparse
+            found[words] = exit.code
+    hold(f"exit codes, {state}", found)

@@ -1,9 +1,10 @@
 """What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings and flags, keys.
 
     refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong, word by word
+    run.json        of a run whose settings hold secrets: it says which of them are hidden
     names.json      settings of a YAML file, flags and exit codes of the commands, and the keys of each `--json`
 
-Who means to change something writes both anew, and reads the difference:
+Who means to change something writes them anew, and reads the difference:
 
     DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 -m "" tests/integration/test_contracts.py
 
@@ -28,14 +29,17 @@ from typing import Any
 import pytest
 from datatrove.io import DataFolder
 
-from datatrove_ckpt import __version__
+from datatrove_ckpt import InferenceRunner, __version__
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.parsers import make_parser
 from datatrove_ckpt.cli.schema import make_schema
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.preflight import probes
+from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
-from tests.kept import edit
+from tests.jobs import Budget, documents, runner
+from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 DATA = Path(__file__).parents[1] / "data"
@@ -372,3 +376,53 @@ def test_exit_codes(
         except SystemExit as exit:  # of argparse
             found[words] = exit.code
     hold(f"exit codes, {state}", found)
+
+
+# secrets in run.json -------------------------------------------------------------------------------------------------
+
+RUN = DATA / "contracts" / "run.json"
+HIDDEN = {
+    "api_key": "abcd1234",
+    "hf_token": "hf_abcdefghij0123456789",
+    "passphrase": "hunter2hunter2",
+    "extra_headers": {"Authorization": "Bearer abcdef0123456789xyz", "X-Org": "team-7-of-many"},
+    "callback": "https://me:pa55word@example.org/x",
+    "session_cookie": "q1w2e3r4t5y6",
+    "text_key": "b0dy-column",
+    "cookie_jar": "of-the-monster",
+    "keys_of_it": "only-by-its-name",
+    "note": "sk-abcdefghijkl0123456789",
+}
+SHOWN = {
+    "eos_token_text": "</s>",
+    "keyword": "short",
+    "variable_env": "NAME_OF_IT",
+    "monkey": "tree",
+}
+
+
+def test_run_json_with_secrets_is_continued_and_shows_none(tmp_path: Path, command: Command, log: list[str]) -> None:
+    """What is hidden is compared by its hash: a version that hides less would refuse the runs of this one."""
+    budget = Budget()
+    path = rank(0, "run.json")(tmp_path)
+    with FakeServer(status=budget) as server:
+
+        def step() -> InferenceRunner:
+            rollout = PromptRollout("Say {text}", generation_params=HIDDEN | SHOWN)
+            return runner(tmp_path, server, rollout, shared_context={"hf_token": HIDDEN["hf_token"], **SHOWN})
+
+        with pytest.raises(ServerRefused):
+            step().run(documents(4))
+        found = path.read_text()
+        content = content_of(path)
+        if IS_WRITTEN:
+            RUN.write_text(json.dumps({**content, "output_folder": "", "owner": {}}, indent=1) + "\n")
+        edit(path, **json.loads(RUN.read_bytes()) | {name: content[name] for name in ("output_folder", "owner")})
+        kept = path.read_text()
+        budget.left = 99
+        step().run(documents(4))
+    said = "".join([command("status", tmp_path / "checkpoints"), command("verify", tmp_path / "checkpoints"), *log])
+    said += "".join(file.read_text() for file in (tmp_path / "checkpoints").rglob("*.json"))
+    for secret in [*HIDDEN.values(), *HIDDEN["extra_headers"].values()]:  # type: ignore[attr-defined]
+        assert str(secret) not in found + kept + said
+    assert all(value in found for value in SHOWN.values())

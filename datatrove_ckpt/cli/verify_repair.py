@@ -28,6 +28,7 @@ from datatrove_ckpt.maintenance.inspect import RankStatus
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
 # verify --------------------------------------------------------------------------------------------------------------
@@ -48,6 +49,7 @@ def verify(arguments: argparse.Namespace) -> int:
     return code
 
 
+@gc_paused()  # commits of many ranks, and no garbage
 def _report(arguments: argparse.Namespace, place: Place) -> Report:
     planned = output_folder_of(place.config)
     return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, suppress
@@ -184,9 +185,12 @@ a file of no commit, stopped; the rank runs""".replace("\n", " ").split("; ")
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeServer]]:
-    """The folder "job", and beside it what it holds in each state: run.json holds its path."""
-    top, refusal = tmp_path_factory.mktemp("jobs"), Refusal()
+def jobs() -> Iterator[tuple[Path, FakeServer]]:
+    """The folder "job", and beside it what it holds in each state: run.json holds its path.
+
+    Sizes and messages hold its path, too, so that is equally long each time.
+    """
+    top, refusal = Path(tempfile.mkdtemp(prefix="refusals-", dir="/tmp")), Refusal()
     job = top / "job"
     with FakeServer(status=refusal) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS)
@@ -201,6 +205,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, FakeS
             shutil.copytree(job, top / state)
         refusal.commits = None
         yield job, server
+    shutil.rmtree(top)
 
 
 def test_those_by_default_are_there() -> None:

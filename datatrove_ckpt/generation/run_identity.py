@@ -63,7 +63,7 @@ class CodeIdentity:
     """
 
     made: Description | None
-    """None: an earlier version pickled the step. What it says of the code cannot be compared."""
+    """None: the code could not be described, so it is not compared."""
     fingerprint: str = ""
     """Of the functions and objects that were described."""
     process: str = ""
@@ -75,11 +75,7 @@ class CodeIdentity:
     def fields(self) -> dict[str, Any]:
         return {} if self.made is None else self.made.fields
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({"made": None, **{name: state[name] for name in state if name in _PICKLED}})
 
-
-_PICKLED = ("made", "fingerprint", "process", "mark")
 _described: dict[tuple[str, str], CodeIdentity] = {}
 """What this process has found for steps that another one made: a rank that ends may have changed its state."""
 
@@ -87,22 +83,21 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 def code_identity(
     rollout_fn: Any,
     shared_context: Any,
-    when_made: CodeIdentity | dict[str, Any] | None = None,
+    when_made: CodeIdentity | None = None,
     output_writer: Any = None,
 ) -> CodeIdentity:
     """Describes the user's code.
 
     Args:
         when_made: what this gave in the process that made the job, possibly long ago and on another machine. What was
-            pickled by value is described as it was then. A dict in a step that was pickled by 0.1.0. None: the job is
-            being made now.
+            pickled by value is described as it was then. None: the job is being made now.
         output_writer: its adapter is code of the user, too.
     """
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
-    if when_made is not None and (not isinstance(when_made, CodeIdentity) or when_made.made is None):
-        return CodeIdentity(None)
+    if when_made is not None and when_made.made is None:
+        return when_made
     before = None
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:

@@ -11,9 +11,11 @@ so such a function is described as this process has imported it.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.code_modules import fingerprint, is_away, is_of_pipeline
+from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
@@ -104,7 +106,7 @@ def code_identity(
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        before = when_made.made if any(map(is_away, things.values())) else None
+        before = when_made.made if any(map(_is_away, things.values())) else None
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
@@ -124,18 +126,38 @@ def code_of(thing: Any) -> dict[str, str]:
     Each Python has other bytecode, so its name says which.
     """
     try:
-        fields = {} if is_of_pipeline(thing) else describe({"step": thing}).fields
+        fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
     except Exception:
         return {}
     python = f" in {sys.implementation.cache_tag}" if any(map(is_bytecode, fields.values())) else ""
     return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
+def _is_away(thing: Any) -> bool:
+    """Whether a pickle brought a function by value into a program that has not loaded its file."""
+    if isinstance(thing, functools.partial | dict | list | tuple):
+        parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
+        return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
+    thing = getattr(thing, "__func__", thing)
+    if not isinstance(thing, types.FunctionType):
+        cls = thing if isinstance(thing, type) else type(thing)
+        return any(_is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType))
+    loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
+    file = thing.__code__.co_filename
+    is_here = loaded is not None and vars(loaded) is thing.__globals__ and getattr(loaded, "__file__", file) == file
+    return not is_here and not is_importable(thing)
+
+
+def _is_of_pipeline(thing: Any) -> bool:
+    """Whether a function or class is datatrove's or ours."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
+
+
 def _of_writer(writer: Any) -> dict[str, Any]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
-    found = {} if adapter is None or is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
-    return found if writer is None or is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
+    found = {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
+    return found if writer is None or _is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
 
 
 def _shown(made: Description, writer: Any) -> Description:

@@ -370,7 +370,10 @@ def _work_of(results: object) -> tuple[int, int, int]:
     """Number of results that tell their usage, and the sums of prompt and completion tokens."""
     usages = [one.get("usage") for one in results if isinstance(one, dict)] if isinstance(results, list) else []
     told = [usage for usage in usages if isinstance(usage, dict)]
-    prompt, completion = (sum(one.get(name) or 0 for one in told) for name in ("prompt_tokens", "completion_tokens"))
+    prompt, completion = (
+        sum(one[name] for one in told if isinstance(one.get(name), int))
+        for name in ("prompt_tokens", "completion_tokens")
+    )
     return len(told), prompt, completion
 
 

@@ -189,7 +189,7 @@ def load(name, path):
 
 for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("syntax", "code_values", "code_source", "code_modules", "code_walk"):
+for part in ("syntax", "code_values", "code_modules", "code_walk"):
     walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,11 +44,10 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
 from datatrove_ckpt.preflight.migrated_rank import Rank, Theirs, build, judge
+from datatrove_ckpt.preflight.reshard.output import remove_output
 from datatrove_ckpt.runner import InferenceRunner
 
 _YOUNG_SECONDS = 600.0
@@ -287,11 +286,7 @@ class Migration:
         rank.aside = [name for name in note["aside"] if name not in committed]
         if dry_run:
             return
-        writer = self._step.output_writer
-        for name in rank.aside:
-            _set_aside(writer, name, self._aside / "output" / name)
-        if (hub := HubFolder.of(writer.output_folder)) is not None:
-            remove_files(hub, rank.aside)
+        _set_aside(self._step.output_writer, rank.aside, self._aside / "output")
         files.disk.replace(path, orjson.dumps({**note, "moved": True}))
 
 
@@ -332,21 +327,15 @@ def _move(source: Path, target: Path) -> None:
         files.disk.sync_dir(source.parent)
 
 
-def _set_aside(writer: DiskWriter, name: str, target: Path) -> None:
-    """Copies an output file to ``target``, and removes it. One that is gone was moved before."""
-    folder = writer.output_folder
-    if not folder.exists(name):
-        return
-    new = target.with_name(target.name + ".new")
-    files.disk.make_dirs(target.parent, files.PRIVATE_FOLDER)
-    with folder.open(name, "rb") as source, new.open("wb") as copy:
-        shutil.copyfileobj(source, copy)
-    files.disk.sync(new)
-    files.disk.rename(new, target)
-    files.disk.sync_dir(target.parent)
-    if folder.is_local():
-        path = Path(folder.resolve_paths(name))
-        files.disk.remove(path)
-        files.disk.sync_dir(path.parent)
-    elif HubFolder.of(folder) is None:
-        folder.rm(name)
+def _set_aside(writer: DiskWriter, names: Sequence[str], folder: Path) -> None:
+    """Copies output files into ``folder``, and removes them. Those that are gone were moved before."""
+    for name in filter(writer.output_folder.exists, names):
+        target = folder / name
+        new = target.with_name(f"{target.name}.new")
+        files.disk.make_dirs(target.parent, files.PRIVATE_FOLDER)
+        with writer.output_folder.open(name, "rb") as source, new.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+        files.disk.sync(new)
+        files.disk.rename(new, target)
+        files.disk.sync_dir(target.parent)
+    remove_output(writer, names)

@@ -41,10 +41,10 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import COMMITS, MIGRATED, journal_indices, journal_path
 from datatrove_ckpt.checkpoint.lines import Json, seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.documents import encode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, OutputMismatch
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
+from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.schema_check import is_parquet
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner

@@ -59,7 +59,6 @@ _NO_RESULTS = "__no_rollouts_remove"  # datatrove's mark for a document that it 
 _OWN_FIELDS = ("text", "id", "media", "metadata")
 # datatrove 0.8 read its own chunk files with a reader that adds their names.
 _OF_CHUNK_FILE = re.compile(r"chunk_\d+\.jsonl$")
-_RESULT_FIELDS = ({"text", "finish_reason", "usage"}, {"text", "finish_reason", "usage", "reasoning"})
 
 
 class Left(NamedTuple):
@@ -157,10 +156,6 @@ class Theirs:
     lacking_are_dropped: bool
     any_text: bool
 
-    @property
-    def writer(self) -> DiskWriter:
-        return self.step.output_writer
-
     def last(self) -> int:
         """The chunk up to which datatrove calls all finished; -1: none, or the file is damaged."""
         text = self.last_chunk.read_bytes() if self.last_chunk.exists() else b""
@@ -180,11 +175,11 @@ class Theirs:
 # input ---------------------------------------------------------------------------------------------------------------
 
 
-async def _documents(executor: Any, index: int, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
+async def _documents(executor: Any, runner: int, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
     """The documents of a rank, as the runner would get them."""
-    step: InferenceRunner = executor.pipeline[index]
+    step: InferenceRunner = executor.pipeline[runner]
     revisions = Revisions(step.checkpoints_root) if writes else None
-    documents, size = _read(executor, index, rank), step.records_per_chunk
+    documents, size = _read(executor, runner, rank), step.records_per_chunk
     source = DocumentSource(documents, seek=step.seek, revisions=revisions, records_per_chunk=size)
     try:
         async for batch in source.batches(ResumePoint()):
@@ -194,10 +189,10 @@ async def _documents(executor: Any, index: int, rank: int, writes: bool) -> Asyn
         source.close()
 
 
-def _read(executor: Any, index: int, rank: int) -> Any:
+def _read(executor: Any, runner: int, rank: int) -> Any:
     """Connects the steps as datatrove's executors do. They write nothing."""
     documents: Any = None
-    for step in deepcopy([one for one in executor.pipeline[:index] if not isinstance(one, DiskWriter)]):
+    for step in deepcopy([one for one in executor.pipeline[:runner] if not isinstance(one, DiskWriter)]):
         if getattr(step, "exclusion_writer", None) is not None:
             step.exclusion_writer = None
         if callable(step):
@@ -308,7 +303,7 @@ class _Kept:
     def __init__(self, theirs: Theirs, index: int) -> None:
         self._any_text = theirs.any_text
         self.checkpoint = _Rows(theirs.step)
-        path, writer = journal_path(theirs.folder, index), theirs.writer
+        path, writer = journal_path(theirs.folder, index), theirs.step.output_writer
         if path.exists():
             with path.open("rb") as lines:
                 self.checkpoint.read_lines(lines, path.name)
@@ -438,12 +433,12 @@ def _count(counts: DocumentCounts, row: _Row | None) -> None:
         counts.count("dropped" if row.dropped else "written", *row.work)
 
 
-async def judge(rank: Rank, theirs: Theirs, executor: Any, index: int, folder: Path | None) -> None:
+async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: Path | None) -> None:
     """Adds the chunks of a rank, up to the last one of which there is anything.
 
     Args:
         executor: datatrove's or ours.
-        index: of the runner in its pipeline.
+        runner: its index in the pipeline.
         folder: where the journals of unfinished chunks are written; None: nothing is written, not even the commits of
             datasets that are read.
 
@@ -466,7 +461,7 @@ async def judge(rank: Rank, theirs: Theirs, executor: Any, index: int, folder: P
             rows.update(all=current.kept.total, known=current.kept.total - current.kept.left)
 
     ordinal = 0
-    documents = _documents(executor, index, rank.rank, writes=folder is not None)
+    documents = _documents(executor, runner, rank.rank, writes=folder is not None)
     async for source in documents:
         index, place = divmod(ordinal, size)
         if place == 0:
@@ -501,7 +496,10 @@ def _problem(rank: Rank, theirs: Theirs, rows: Counter[str], documents: int, chu
         )
     claimed = rank.chunks[: theirs.last() + 1]
     if claimed and not any(chunk.files for chunk in claimed):
-        where, template = theirs.writer.output_folder.resolve_paths(""), theirs.writer.output_filename.template
+        where, template = (
+            theirs.step.output_writer.output_folder.resolve_paths(""),
+            theirs.step.output_writer.output_filename.template,
+        )
         return (
             f"{theirs.last_chunk} calls {len(claimed)} chunks finished, but {where} holds none of their files, named "
             f"as {template!r} says"
@@ -517,7 +515,7 @@ def build(folder: Path, claim: RunClaim, rank: Rank, theirs: Theirs) -> None:
     finished = [chunk for chunk in rank.chunks if chunk.finished]
     claim.take(len(finished))
     log = files.AppendFile(folder / COMMITS)
-    log.append(b"".join(seal(_commit(chunk, theirs.writer).to_json()) for chunk in finished))
+    log.append(b"".join(seal(_commit(chunk, theirs.step.output_writer).to_json()) for chunk in finished))
     log.sync()
     note = {"aside": rank.aside, "moved": not rank.aside, "from": str(theirs.folder), **rank.to_json()}
     files.disk.replace(folder / MIGRATED, orjson.dumps(note))
@@ -580,8 +578,9 @@ def _typed(as_read: dict[str, Any], name: str, value: object) -> object:
     return as_read[name] if same or name == "file_path" else value
 
 
-def _result(value: object) -> object:
+def _result(value: Any) -> object:
     """JSON of an InferenceResult becomes one again, for adapters and writers that expect it."""
-    if isinstance(value, dict) and set(value) in _RESULT_FIELDS:
+    try:
         return InferenceResult(**value)
-    return value
+    except TypeError:  # the rollout's own
+        return value

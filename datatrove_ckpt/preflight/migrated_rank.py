@@ -125,12 +125,14 @@ class Rank:
         done: it has a checkpoint of this program already, so nothing is taken over.
         chunks: in ascending order.
         aside: output files that are moved aside, because their documents are in others, or will be.
+        most_results: the most results of a document that is kept.
     """
 
     rank: int
     done: bool = False
     chunks: list[Chunk] = field(default_factory=list)
     aside: list[str] = field(default_factory=list)
+    most_results: int = 0
 
     def to_json(self) -> Json:
         chunks = [chunk.to_json() for chunk in self.chunks]
@@ -234,6 +236,7 @@ class _Rows:
         self._step = step
         self._plain = plain
         self._by_id: dict[str, list[_Row]] = {}
+        self.most_results = 0
 
     @property
     def left(self) -> int:
@@ -295,6 +298,7 @@ class _Rows:
                 f"metadata_key: {key!r}, rollouts_per_document: {rollouts}, but {document} has {found} under that key. "
                 "Set both to those of datatrove's run. Nothing was changed."
             )
+        self.most_results = max(self.most_results, len(results))
 
 
 class _Kept:
@@ -328,6 +332,10 @@ class _Kept:
     def take(self, document: Document) -> tuple[_Row | None, _Row | None]:
         """Its rows in the output and in the chunk file."""
         return self.output.take(document, self._any_text), self.checkpoint.take(document, self._any_text)
+
+    @property
+    def most_results(self) -> int:
+        return max(self.output.most_results, self.checkpoint.most_results)
 
     def has(self, id: str) -> bool:
         return self.output.has(id) or self.checkpoint.has(id)
@@ -458,6 +466,7 @@ async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: 
             if folder is not None:
                 current.write_journal(folder, theirs.step.metadata_key)
             rank.chunks.append(current.chunk)
+            rank.most_results = max(rank.most_results, current.kept.most_results)
             rows.update(all=current.kept.total, known=current.kept.total - current.kept.left)
 
     ordinal = 0

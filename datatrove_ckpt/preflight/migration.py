@@ -178,6 +178,11 @@ class Migration:
                 "and run the same command again. Nothing was changed."
             )
         findings.warnings += self._check_still(new)
+        rollouts = self._step.config.rollouts_per_document
+        if 0 < (most := max((rank.most_results for rank in findings.ranks), default=0)) < rollouts:
+            findings.warnings.append(
+                f"rollouts_per_document is {rollouts}, but no kept document has more than {plural(most, 'result')}"
+            )
         if missing := sorted(set(range(tasks)) - theirs.keys() - done):
             findings.warnings.append(
                 f"no trace of {plural(len(missing), 'rank')} of {tasks} (the first one is rank {missing[0]}): the next "

@@ -464,6 +464,9 @@ def edit_rows(path: Path, key: str, number: int) -> None:
 
 
 def test_the_kept_documents_tell_the_key_and_the_most_results(job: Path, command: Command) -> None:
+    two = "--pipeline.1.config.rollouts_per_document=2"
+    out = command(*COMMAND, "--dry-run", two).out
+    assert "warning: rollouts_per_document is 2, but no kept document has more than 1 result" in out
     error = command(*COMMAND, "--pipeline.1.metadata_key=other", code=1).err
     assert "metadata_key: 'other', rollouts_per_document: 1, but the document 'id 0' in" in error
     assert "has no results under that key. Set both to those of datatrove's run" in error
@@ -472,7 +475,7 @@ def test_the_kept_documents_tell_the_key_and_the_most_results(job: Path, command
     error = command(*COMMAND, code=1).err
     assert "has 2 results under that key" in error
     assert not (job / "ours" / "00000").exists()
-    command(*COMMAND, "--dry-run", "--pipeline.1.config.rollouts_per_document=2")
+    assert "warning: rollouts_per_document" not in command(*COMMAND, "--dry-run", two).out
 
 
 def test_output_that_cannot_be_compared_is_refused(job: Path, command: Command) -> None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from glob import iglob
 from pathlib import Path
 from typing import Any
@@ -65,36 +64,56 @@ class Findings:
         return {"ranks": [rank.to_json() for rank in self.ranks], "warnings": self.warnings}
 
 
-@dataclass(frozen=True)
 class Migration:
     """What to take over, and how.
 
-    Attributes:
+    Args:
         executor: datatrove's or ours; it is not run.
         folder: ``checkpoints_local_dir`` of datatrove's run; it may be the executor's.
         logging_dir: of datatrove's run; None: the executor's.
         lacking_are_dropped, any_text: see ``Theirs``.
         dry_run: change nothing.
+
+    Raises:
+        ConfigError: the pipeline has no runner that could go on with the run, or several.
     """
 
-    executor: Any
-    folder: Path
-    logging_dir: str | None = None
-    lacking_are_dropped: bool = False
-    any_text: bool = False
-    dry_run: bool = False
+    def __init__(
+        self,
+        executor: Any,
+        folder: Path,
+        logging_dir: str | None = None,
+        lacking_are_dropped: bool = False,
+        any_text: bool = False,
+        dry_run: bool = False,
+    ) -> None:
+        found = [index for index, step in enumerate(executor.pipeline) if isinstance(step, InferenceRunner)]
+        if len(found) != 1 or executor.pipeline[found[0]].checkpoints_local_dir is None:
+            raise ConfigError(
+                f"migrate: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
+                "checkpoints_local_dir, which goes on with the run of datatrove's."
+            )
+        self._executor, self._folder, self._dry_run = executor, folder, dry_run
+        self._logs = executor.logging_dir if logging_dir is None else get_datafolder(logging_dir)
+        self._lacking_are_dropped, self._any_text = lacking_are_dropped, any_text
+        self._index = found[0]
+        self._step: InferenceRunner = executor.pipeline[self._index]
+        self._root = self._step.checkpoints_root.absolute()
+        self._aside = self._root / FROM_DATATROVE
+        # Then datatrove's folder becomes ours, and what an earlier call has moved aside belongs to it.
+        self._is_in_place = folder.resolve() == self._root.resolve()
 
     def run(self) -> Findings:
         """Takes over the ranks of datatrove's run. What was done before is not done again.
 
         Raises:
-            ConfigError: there is nothing to take over, or no runner that could go on with it.
+            ConfigError: there is nothing to take over.
             CheckpointMismatch, OutputMismatch: the settings are not those of datatrove's run.
             CheckpointLocked: datatrove's run is still on, or another process takes it over.
         """
-        with nullcontext() if self.dry_run else self._locked():
+        with nullcontext() if self._dry_run else self._locked():
             findings, found = self._find()
-            if not self.dry_run:
+            if not self._dry_run:
                 for rank in findings.ranks:
                     if rank.done:
                         self._move_output(rank)
@@ -116,41 +135,12 @@ class Migration:
         finally:
             lock.release(remove=True)
 
-    @cached_property
-    def _index(self) -> int:
-        """Of the runner in its pipeline."""
-        found = [index for index, step in enumerate(self.executor.pipeline) if isinstance(step, InferenceRunner)]
-        if len(found) != 1 or self.executor.pipeline[found[0]].checkpoints_local_dir is None:
-            raise ConfigError(
-                f"migrate: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                "checkpoints_local_dir, which goes on with the run of datatrove's."
-            )
-        return found[0]
-
-    @property
-    def _step(self) -> InferenceRunner:
-        step: InferenceRunner = self.executor.pipeline[self._index]
-        return step
-
-    @property
-    def _root(self) -> Path:
-        return self._step.checkpoints_root.absolute()
-
-    @property
-    def _aside(self) -> Path:
-        return self._root / FROM_DATATROVE
-
-    @property
-    def _is_in_place(self) -> bool:
-        """Whether datatrove's folder becomes ours. Then what an earlier ``migrate`` has moved aside belongs to it."""
-        return self.folder.resolve() == self._root.resolve()
-
     def _find(self) -> tuple[Findings, list[tuple[Rank, Theirs, RunClaim]]]:
         """Finds out what there is of all ranks, before anything is changed."""
-        tasks, theirs = self.executor.world_size, self._theirs()
+        tasks, theirs = self._executor.world_size, self._theirs()
         if max(theirs) >= tasks:
             raise CheckpointMismatch(
-                f"tasks: {tasks}, but {self.folder} holds rank {max(theirs)}: datatrove's run had more. Set "
+                f"tasks: {tasks}, but {self._folder} holds rank {max(theirs)}: datatrove's run had more. Set "
                 "tasks to what that run had."
             )
         findings = Findings()
@@ -164,9 +154,9 @@ class Migration:
             if rank.done:
                 self._move_output(rank, dry_run=True)
             else:
-                claim = None if self.dry_run else self._claim(number)
-                folder = None if self.dry_run else self._new(number)
-                asyncio.run(judge(rank, one, self.executor, self._index, folder))
+                claim = None if self._dry_run else self._claim(number)
+                folder = None if self._dry_run else self._new(number)
+                asyncio.run(judge(rank, one, self._executor, self._index, folder))
                 committed = {name for chunk in rank.chunks if chunk.finished for name in chunk.files}
                 rank.aside = [name for names in one.outputs.values() for name in names if name not in committed]
                 if claim is not None:
@@ -174,7 +164,7 @@ class Migration:
             findings.ranks.append(rank)
         if stamps != [one.stamp() for one in new.values()]:  # reading may have taken hours
             raise CheckpointLocked(
-                f"{self.folder} has changed while it was read: datatrove's run is still on. Stop it first, "
+                f"{self._folder} has changed while it was read: datatrove's run is still on. Stop it first, "
                 "and run the same command again. Nothing was changed."
             )
         findings.warnings += self._check_still(new)
@@ -192,9 +182,9 @@ class Migration:
 
     def _theirs(self) -> dict[int, Theirs]:
         """The ranks of datatrove's run, in ascending order."""
-        if not self.folder.is_dir():
-            raise ConfigError(f"--from: {str(self.folder)!r} is not a folder.")
-        bases = [self._aside, self.folder] if self._is_in_place else [self.folder]
+        if not self._folder.is_dir():
+            raise ConfigError(f"--from: {str(self._folder)!r} is not a folder.")
+        bases = [self._aside, self._folder] if self._is_in_place else [self._folder]
         found: dict[int, Theirs] = {}
         for rank in sorted({rank for base in bases for rank in _ranks(base)}):
             folders = [rank_folder(base, rank) for base in bases]
@@ -204,12 +194,12 @@ class Migration:
                 next(filter(is_datatroves, lasts), lasts[0].with_name("none")),
                 self._outputs(rank),
                 self._step,
-                self.lacking_are_dropped,
-                self.any_text,
+                self._lacking_are_dropped,
+                self._any_text,
             )
         if not found:
             raise ConfigError(
-                f"--from: {str(self.folder)!r} holds no checkpoint of datatrove's own InferenceRunner "
+                f"--from: {str(self._folder)!r} holds no checkpoint of datatrove's own InferenceRunner "
                 "(last_chunk/00000.txt, 00000/chunk_00000.jsonl). Name the folder that was its checkpoints_local_dir."
             )
         return found
@@ -236,13 +226,12 @@ class Migration:
             CheckpointLocked: a process of this host has one of its files open to write to it.
         """
         output = self._step.output_writer.output_folder
-        logs = get_datafolder(self.logging_dir) if self.logging_dir else self.executor.logging_dir
         paths = [path for one in theirs.values() for path, _, _ in one.stamp()]
         if output.is_local():
             names = [name for one in theirs.values() for each in one.outputs.values() for name in each]
             paths += [Path(output.resolve_paths(name)) for name in names]
-        if logs.is_local():
-            paths += [Path(logs.resolve_paths(f"logs/task_{rank:05d}.log")) for rank in theirs]
+        if self._logs.is_local():
+            paths += [Path(self._logs.resolve_paths(f"logs/task_{rank:05d}.log")) for rank in theirs]
         if (writing := _find_writing(paths)) is not None:
             pid, path = writing
             raise CheckpointLocked(
@@ -265,7 +254,7 @@ class Migration:
         """A claim on a new folder. What an interrupted call has left there is removed."""
         files.disk.remove_tree(self._new(rank))
         files.disk.make_dirs(self._new(rank), files.PRIVATE_FOLDER)
-        return RunClaim(self._new(rank), self._step.identity(self.executor.world_size))
+        return RunClaim(self._new(rank), self._step.identity(self._executor.world_size))
 
     def _take_over(self, rank: Rank, theirs: Theirs, claim: RunClaim) -> None:
         folder, aside, new = rank_folder(self._root, rank.rank), self._aside, self._new(rank.rank)

@@ -35,8 +35,8 @@ ROOMS = {
     "generation": "errors formatting redaction retrying config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "errors redaction config rollouts process checkpoint output generation",
-    "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
-    "preflight": "errors formatting remote_errors config process checkpoint inference.servers"
+    "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
+    "preflight": "errors formatting retrying config process checkpoint inference.servers"
     " output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction retrying config process checkpoint readers generation runner maintenance"

@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
@@ -80,7 +80,7 @@ def list_output(
             return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
     except PermissionError as error:
         logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():
@@ -111,21 +111,23 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
     while waiting:
         name = waiting.pop()
         try:
-            with os.scandir(root / name) as found:  # a million entries take 200 MB
-                entries = [entry for entry in found if name != base or may_be_ours(entry.name)]
+            found = os.scandir(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
             if name == base:
                 raise
             continue  # not a folder of ours
-        for entry in entries:
-            path = posixpath.join(name, entry.name)
-            if entry.is_dir(follow_symlinks=False):
-                waiting += [path] if everywhere and path != STAGING else []
-            elif entry.is_file():
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    yield path, entry.stat().st_size
+        with found:
+            for entry in found:  # not a list of them: a million take 200 MB
+                path = posixpath.join(name, entry.name)
+                if name == base and not may_be_ours(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting += [path] if everywhere and path != STAGING else []
+                elif entry.is_file():
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield path, entry.stat().st_size
 
 
 def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
@@ -119,18 +119,6 @@ class UploadedFile:
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-class Confirmed(NamedTuple):
-    """A commit that the hub has confirmed.
-
-    Attributes:
-        oid: its name; None if it was only seen that the files are there.
-        looks: how often the history had been read before.
-    """
-
-    oid: str | None
-    looks: int
-
-
 class HubUploads:
     """Uploads to one folder, and commits there."""
 
@@ -138,8 +126,8 @@ class HubUploads:
         self.folder = folder
         self._calls = calls
         self._history = History()
-        self._seen: dict[str, int] = {}
-        self._looks = 0
+        self._seen: list[str | None] = [None]
+        """The commits of the branch, in the order in which this process has seen them."""
 
     def prepare(self) -> None:
         """Call it once, before the first upload."""
@@ -196,28 +184,19 @@ class HubUploads:
             OSError: the hub refused, or no answer came.
             Stopping: ``stop`` was called meanwhile.
         """
-        return self._calls.run(self.read_history, ANSWER_SECONDS)
-
-    def read_history(self) -> History:
-        """``history``, as a call to be made in a thread."""
-        found = self.folder.history(self._history)
+        found = self._calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
-        for commit in found.made:
-            self._seen.setdefault(commit.oid, self._looks)
-        self._looks += 1
+        self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
 
-    def confirmed(self, oid: str | None = None) -> Confirmed:
-        """Of a commit that was made, or of files that were seen, just now."""
-        return Confirmed(oid, self._looks)
+    def is_earlier(self, history: History, seen: int) -> bool:
+        """Whether what the hub shows is a state before a commit. ``seen``: what ``commit`` has returned for that."""
+        return history.head in self._seen[:seen]
 
-    def is_earlier(self, history: History, confirmed: Confirmed) -> bool:
-        """Whether what the hub shows is surely a state before that commit: one that was seen before it was made."""
-        shown = {commit.oid for commit in history.made}
-        return confirmed.oid not in shown and self._seen.get(history.head or "", self._looks) < confirmed.looks
-
-    def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> Confirmed:
+    def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
         """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
+
+        Returns how many commits had been seen before.
 
         The files of another job may have appeared since the rank's start. A chunk that is written again has the same
         bytes, so other content is never this rank's.
@@ -235,20 +214,18 @@ class HubUploads:
         self._refuse(file.name for file in files if file.name in found and not file.is_there(found[file.name]))
         operations = [file.operation() for file in files if file.name not in found]
         if not operations:  # an earlier commit whose answer got lost
-            return self.confirmed()
-
-        def commit() -> str:
-            made = folder.api().create_commit(
-                folder.repo,
-                operations,
-                commit_message=message,
-                repo_type=folder.kind,
-                revision=folder.branch,
-                parent_commit=head,
-            )
-            return str(made.oid)
-
-        return self.confirmed(self._calls.run(commit, ANSWER_SECONDS))
+            return len(self._seen)
+        commit = partial(
+            folder.api().create_commit,
+            folder.repo,
+            operations,
+            commit_message=message,
+            repo_type=folder.kind,
+            revision=folder.branch,
+            parent_commit=head,
+        )
+        self._calls.run(commit, ANSWER_SECONDS)
+        return len(self._seen)
 
     def _refuse(self, names: Iterable[str]) -> None:
         if found := list(names):
@@ -263,19 +240,6 @@ class HubUploads:
                 "crash of the machine, a damaged disk), so the documents were generated again: delete "
                 f"{it} from the folder, and run the same command again."
             )
-
-    def committed(self, files: Sequence[UploadedFile]) -> set[str]:
-        """The names of those files that are on the hub, with this content. It may show an earlier state.
-
-        Raises:
-            Stopping: ``stop`` was called meanwhile.
-        """
-        try:
-            found = self._calls.run(lambda: self._newest([file.name for file in files]), ANSWER_SECONDS)
-        except OSError as error:
-            logger.debug(f"{self.folder.url}: not known whether a commit happened: {failure_line(error)}")
-            return set()
-        return {file.name for file in files if file.is_there(found.get(file.name))}
 
     def look_up(self, names: Sequence[str]) -> dict[str, HubFile]:
         """Returns those of the files that exist at the branch's newest commit, which a branch's name may lag behind.
@@ -356,7 +320,7 @@ class _Chunk:
     """A chunk with files that are not committed yet."""
 
     index: int
-    left: set[str]
+    left: int
     waiting: WaitingChunk
     forget: Callable[[], None]
 
@@ -388,9 +352,9 @@ class _Queue:
     def is_full(self) -> bool:
         return len(self.files) >= MOST_FILES or sum(file.bytes_in_commit for file, _ in self.files) >= MOST_BYTES
 
-    def remove(self, names: set[str]) -> None:
+    def remove_first(self, number: int) -> None:
         """Files that came later than those have waited for less than them: the time starts anew."""
-        self.files = [(file, chunk) for file, chunk in self.files if file.name not in names]
+        del self.files[:number]
         self.oldest = time.monotonic()
 
 
@@ -406,8 +370,8 @@ class HubCommits(Placement):
     is_later = True
 
     def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int, calls: StoppableCalls) -> None:
-        self.confirmed: dict[str, Confirmed] = {}
-        """Files whose commit the hub has answered, by name."""
+        self.confirmed: dict[str, int] = {}
+        """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has returned."""
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()
@@ -432,7 +396,7 @@ class HubCommits(Placement):
             forget()
             waiting.done()
             return
-        chunk = _Chunk(chunk_index, {file.name for file in files}, waiting, forget)
+        chunk = _Chunk(chunk_index, len(files), waiting, forget)
         with self._change:
             self._queue.add(files, chunk)
             if self._thread is None:
@@ -484,21 +448,17 @@ class HubCommits(Placement):
             if seconds := self._pace.seconds_until_turn(history, self._waited, ends):
                 self._wait_for_turn(len(history.of_last_hour), seconds, ends)
                 return
-            confirmed = self._uploads.commit(files, title, history.head)
+            seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
             folder, what = self._uploads.folder, f"{plural(len(self._queue.files), 'file')} wait for a commit"
             try:
                 self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
             except OSError:
                 raise given_up(folder, what, error) from error
-            if may_have_happened(error) and not self._calls.stopped:
-                # The commit may have happened, although no answer said so. If only a repetition within the client was
-                # answered, because of this very commit, the next attempt sees it.
-                self._done(batch, self._uploads.committed(files), self._uploads.confirmed())
-            return
+            return  # the commit may have happened, although no answer said so: the next attempt looks
         attempts.succeeded()
         self._seconds, self._waited = self._pace.seconds_of_next(), 0
-        self._done(batch, {file.name for file in files}, confirmed)
+        self._done(batch, seen)
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         most = self._pace.most(ends)
@@ -513,21 +473,15 @@ class HubCommits(Placement):
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
-    def _done(self, batch: list[tuple[UploadedFile, _Chunk]], names: set[str], confirmed: Confirmed) -> None:
-        if not names:
-            return
+    def _done(self, batch: list[tuple[UploadedFile, _Chunk]], seen: int) -> None:
         with self._change:
-            self._queue.remove(names)
-        self.confirmed |= dict.fromkeys(names, confirmed)
-        finished: dict[int, _Chunk] = {}
+            self._queue.remove_first(len(batch))
         for file, chunk in batch:
-            if file.name in names:
-                chunk.left.discard(file.name)
-                if not chunk.left:
-                    finished[chunk.index] = chunk
-        for chunk in finished.values():
-            chunk.forget()
-            chunk.waiting.done()
+            self.confirmed[plain(file.name)] = seen
+            chunk.left -= 1
+            if not chunk.left:
+                chunk.forget()
+                chunk.waiting.done()
 
 
 def _ranges(numbers: list[int]) -> list[str]:
@@ -586,11 +540,6 @@ def hub_failure(error: BaseException) -> str:
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return failure_line(error)
-
-
-def may_have_happened(error: BaseException) -> bool:
-    """Whether a commit may have been made, although this was its answer."""
-    return http_status(error) not in (*_CONTENTION, *retrying.HUB.limited)
 
 
 def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:

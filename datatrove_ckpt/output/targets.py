@@ -269,8 +269,7 @@ class HubTarget(Target):
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
         found.show(self._uploads.look_again(one.file for one in commits.files if not found.is_right(one.file)))
         lost = {plain(one.file.path): one.file for one in commits.files if not found.is_right(one.file)}
-        trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
-        if trusted:
+        if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
                 f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet whose commit it has "
                 "confirmed. Check them later with datatrove-ckpt verify."
@@ -282,11 +281,11 @@ class HubTarget(Target):
 
         If it shows that state, or one that came later, they are gone: deleted, or the repository was made anew.
         """
-        confirmed = {plain(name): one for name, one in self._commits.confirmed.items()}
-        if self._uploads.folder.is_bucket or not lost & confirmed.keys():
+        committed = {name: self._commits.confirmed[name] for name in lost & self._commits.confirmed.keys()}
+        if not committed:  # a bucket has no commits
             return set()
-        history = self._uploads.looked("cannot be listed", self._uploads.read_history)
-        return {name for name in lost & confirmed.keys() if self._uploads.is_earlier(history, confirmed[name])}
+        history = self._uploads.looked("cannot be listed", self._uploads.history)
+        return {name for name, seen in committed.items() if self._uploads.is_earlier(history, seen)}
 
     def stop(self) -> None:
         self._commits.stop()

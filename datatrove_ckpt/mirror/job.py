@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journ
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Seal, Versions, adopts, without_seal
+from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Seal, Versions, without_seal
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import failure_line
 
@@ -148,7 +148,7 @@ def _compare_shares(store: ObjectStore, root: Path, trusted: bool = True, copy: 
             if ours is not None and without_seal(body) == (unseal(ours) or ours):  # the key is new, or another one
                 return upload
             if trusted:
-                Seal(store.url).check(SHARES, body, adopts())
+                Seal(store.url).check(SHARES, body)
     except CheckpointCorrupt as error:
         if ours is None:
             raise

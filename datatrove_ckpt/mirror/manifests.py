@@ -54,8 +54,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
 
-ADOPT_VARIABLE = "DATATROVE_CKPT_MIRROR_ADOPT"
-"""Set to 1, it lets one start restore a version from before there was a key."""
 _LEAST_CHARACTERS = 16
 _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 
@@ -93,11 +91,8 @@ class Seal:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
 
-    def check(self, name: str, body: bytes, adopt: bool = False) -> None:
+    def check(self, name: str, body: bytes) -> None:
         """Checks a manifest that is about to be trusted.
-
-        Args:
-            adopt: accept a version without a seal.
 
         Raises:
             CheckpointCorrupt: it has no seal, or another one, and there is a key.
@@ -112,12 +107,11 @@ class Seal:
                     "tasks run. To go on without a key, remove the mirror, and continue from the local folder."
                 )
         elif sealed is None:
-            if not adopt:
-                raise CheckpointCorrupt(
-                    f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can write to the "
-                    "mirror may have made it. If it was made before you had a key, and you trust it, start once with "
-                    f"{ADOPT_VARIABLE}=1: what is uploaded from then on is sealed. Otherwise remove this version."
-                )
+            raise CheckpointCorrupt(
+                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can write to the mirror "
+                "may have made it. If it was made before you had a key, and you trust it, start once without the key, "
+                "and then with it: what is uploaded from then on is sealed. Otherwise remove this version."
+            )
         elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
             raise CheckpointCorrupt(
                 f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this rank and version: it "
@@ -134,11 +128,6 @@ def without_seal(body: bytes) -> bytes:
     """A manifest's JSON without its seal."""
     sealed = _SEALED.fullmatch(body)
     return body if sealed is None else sealed[1] + b"}"
-
-
-def adopts() -> bool:
-    """Whether this start may restore a version without a seal."""
-    return os.environ.get(ADOPT_VARIABLE, "") == "1"
 
 
 FORMAT = 1
@@ -379,11 +368,8 @@ class Versions:
         """
         return Manifest.from_json(without_seal(self._read_body(version)), f"{self.url}/{version.file}")
 
-    def read_trusted(self, version: Version, adopt: bool = False) -> Manifest:
+    def read_trusted(self, version: Version) -> Manifest:
         """Checks the seal first.
-
-        Args:
-            adopt: accept a version without a seal.
 
         Raises:
             Damaged: it is missing or damaged.
@@ -391,18 +377,8 @@ class Versions:
             VersionMismatch: a newer version of this program wrote it. Older ones than it lack work, so none is tried.
         """
         body = self._read_body(version)
-        self._seal.check(version.file, body, adopt)
+        self._seal.check(version.file, body)
         return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
-
-    def may_adopt(self, versions: list[Version]) -> bool:
-        """Whether the user lets this start trust a version without a seal, and there is none with a seal."""
-        return self._seal.is_on and adopts() and not any(self._is_sealed(version) for version in versions)
-
-    def _is_sealed(self, version: Version) -> bool:
-        try:
-            return _SEALED.fullmatch(self._read_body(version)) is not None
-        except Damaged:
-            return False
 
     def _read_body(self, version: Version) -> bytes:
         body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")

@@ -180,10 +180,9 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
         CheckpointCorrupt: no version is complete.
     """
     problems = []
-    adopt = mirrored.may_adopt(versions)
     for version in reversed(versions):
         try:
-            manifest = mirrored.read_trusted(version, adopt)
+            manifest = mirrored.read_trusted(version)
             _download(mirrored, manifest, versions, staging)
         except Damaged as damage:
             problems.append(f"version {version.number} ({version.file}): {damage}")

@@ -32,7 +32,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror, object_store
-from datatrove_ckpt.mirror.manifests import ADOPT_VARIABLE, Damaged, Part, Seal, Versions
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.mirror import KEPT_VERSIONS, RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -701,23 +701,22 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job: 
         store.read_object(forged)
 
 
-def test_a_mirror_from_before_the_key_is_adopted_once(
+def test_a_mirror_from_before_the_key_is_restored_without_it(
     job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     with pytest.raises(
-        CheckpointCorrupt, match=f"{unsealed.name} is not sealed, although .* start once with {ADOPT_VARIABLE}=1"
+        CheckpointCorrupt, match=f"{unsealed.name} is not sealed, although .* start once without the key"
     ):
         restored_folder(job)
-    monkeypatch.setenv(ADOPT_VARIABLE, "1")
+    monkeypatch.delenv(MIRROR_KEY_VARIABLE)
     restored_folder(job)
+    monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     job.run_until("text 4 again")
-    monkeypatch.delenv(ADOPT_VARIABLE)
     assert answered(restored_folder(job)) == up_to("text 4 again")
-    # Somebody adds a version. That the variable is still set does not help.
-    monkeypatch.setenv(ADOPT_VARIABLE, "1")
+    # Somebody adds a version.
     forged = manifests(job)[-1].with_name("generation-00009999-00000000000000ff.json")
     forged.write_bytes(manifests(job)[-1].read_bytes())
     rewrite(forged, lambda content: content.pop("hmac"))

@@ -14,7 +14,6 @@ from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     NOTHING_PUBLISHED,
-    OTHERS_FILES,
     RUN,
     is_finished,
     rank_folder,
@@ -75,7 +74,7 @@ def check_output_of_run(
     for rank_commits in commits.values():
         if is_finished(rank_commits.folder):
             check.refuse_unknown(rank_commits, found)
-        elif (rank_commits.folder / RUN).exists() and not (rank_commits.folder / OTHERS_FILES).exists():
+        elif (rank_commits.folder / RUN).exists():
             # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
             check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
     _refuse_other_ranks(check, checkpoints, found, tasks)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_folder
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, rank_folder
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
@@ -243,7 +241,7 @@ class _Uncommitted:
                 )
             elif key in self._doubtful:
                 advice = "Keep it: nothing shows how many commits this finished rank had, so it may be of a lost one."
-            elif state != "finished" and _is_of_another_job(self._ranks[key], path):
+            elif state != "finished" and (self._ranks[key].folder / NOTHING_PUBLISHED).exists():
                 advice = _OF_ANOTHER_JOB
             elif state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
@@ -259,15 +257,6 @@ class _Uncommitted:
             summary, commits = summarise(rank)
             self._later[key] = summary.state, {file.path for commit in commits.values() for file in commit.files}
         return self._later.get(key, ("", set()))
-
-
-def _is_of_another_job(rank: RankFolder, path: str) -> bool:
-    """Whether the rank has published nothing yet, or has found this file in its way, and ended."""
-    if (rank.folder / NOTHING_PUBLISHED).exists():
-        return True
-    with suppress(OSError, ValueError):  # there is none, or it has just been removed
-        return path in orjson.loads((rank.folder / OTHERS_FILES).read_bytes())
-    return False
 
 
 def _template(rank: RankFolder) -> str:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
@@ -73,7 +72,6 @@ class ChunkOutput:
         self.folder, self.checkpoints = scratch, checkpoints
         self.names = FileNames(writer, rank, prefix, checkpoints)
         self._check = OutputCheck(writer, checkpoints)
-        self._others = scratch / layout.OTHERS_FILES
         self._unpublished = scratch / layout.NOTHING_PUBLISHED
         self._retry = scratch.parent.name if prefix else ""
         self._taken: dict[str, tuple[str, int]] = {}
@@ -134,7 +132,6 @@ class ChunkOutput:
                 request is paid for.
         """
         self._check_access()
-        self._refuse_others()
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
         others = not self._target.is_first and hub_folder_of(self._writer) is None
         if others or self._commits().files:
@@ -151,18 +148,6 @@ class ChunkOutput:
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
-
-    def _refuse_others(self) -> None:
-        """An earlier attempt has found files of another job, and ended before it published anything in their place."""
-        if not self._others.exists():
-            return
-        mine, folder = self._commits().names, self._writer.output_folder
-        try:
-            names = [str(name) for name in orjson.loads(self._others.read_bytes())]
-        except (OSError, ValueError, TypeError):
-            names = []  # a rank that publishes looks again
-        self._check.refuse_others([name for name in names if plain(name) not in mine and folder.exists(name)])
-        files.disk.remove(self._others)
 
     def stop(self) -> None:
         """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
@@ -189,9 +174,7 @@ class ChunkOutput:
             self._writing.write(staged, chunk_index, documents)
             paths = {name: file.path for name, file in staged.finished.items()}
             self._refuse_taken(chunk_index, paths)
-            if others := self._target.others_files(paths):
-                files.disk.replace(self._others, orjson.dumps(others))  # the next attempt must know, too
-                self._check.refuse_others(others)
+            self._check.refuse_others(self._target.others_files(paths))
             if self._target.is_first:
                 files.disk.remove_dir(self._unpublished)
                 files.disk.sync_dir(self.folder)  # else, after a power loss, the file seems to be a stranger's

@@ -73,7 +73,7 @@ class RankCommits:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
-        self._chunks: set[int] = set()
+        self._without_files: set[int] = set()
         self.unfinished: set[tuple[str, int]] = set()  # chunks with a journal: output may be there, and is made again
         self.doubtful: set[str] = set()
         """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
@@ -85,23 +85,22 @@ class RankCommits:
                 commits = read(folder / COMMITS)
                 expected.check(commits)
                 self._add(name, commits.values())
-                self._chunks |= set() if name else set(commits)
                 if expected.leaves_doubt:
                     self.doubtful.add(name)
                 self.unfinished |= {(name, index) for index in journal_indices(folder)}
 
     def _add(self, root: str, commits: Iterable[Commit]) -> None:
-        self.files += [
-            CommittedFile(root, self.rank, commit.chunk_index, file) for commit in commits for file in commit.files
-        ]
-
-    @property
-    def names(self) -> set[str]:
-        return {plain(committed.file.path) for committed in self.files}
+        for commit in commits:
+            if not commit.files and not root:
+                self._without_files.add(commit.chunk_index)
+            for file in commit.files:  # without the hash of the content: a job may have millions of files
+                listed = OutputFile(file.path, file.size, "", file.hub_hash)
+                self.files.append(CommittedFile(root, self.rank, commit.chunk_index, listed))
 
     def has(self, chunk_index: int) -> bool:
         """Whether the rank itself, not a retry of it, has committed the chunk."""
-        return chunk_index in self._chunks
+        named = any(one.chunk_index == chunk_index and not one.root for one in self.files)
+        return named or chunk_index in self._without_files
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
@@ -153,12 +152,11 @@ class OutputCheck:
         Raises:
             OSError: it cannot be listed.
         """
-        committed = [one.file.path for rank_commits in commits for one in rank_commits.files]
-        listing = list_output(self.writer, committed, rank, others)
-        found = FoundFiles(listing.sizes, hub_files=listing.hub_files)
+        committed = {plain(one.file.path) for rank_commits in commits for one in rank_commits.files}
+        found = list_output(self.writer, committed, rank, others)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
-            match = self._any_writer.fullmatch(name)
+            match = None if name in committed else self._any_writer.fullmatch(name)
             if match is not None and (inside is None or not name.startswith(f"{inside}/")):
                 (root, number), _ = rank_and_chunk(match)
                 found.by_rank[number].append((root, name))
@@ -224,8 +222,7 @@ class OutputCheck:
         Raises:
             OutputMismatch: naming some of them, and the ways out.
         """
-        mine = [name for retry, name in found.by_rank[commits.rank] if root in ("", retry)]
-        names = sorted(set(mine) - commits.names)
+        names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
         state = "has written no file yet" if started else "is a new checkpoint, which knows none of them"
         if names:
             raise OutputMismatch(
@@ -253,8 +250,7 @@ class OutputCheck:
         """
         if not published:
             self.refuse_existing(commits, found, root, started=True)
-        names = sorted({name for _, name in found.by_rank[commits.rank]} - commits.names)
-        names = [name for name in names if not self._ours.fullmatch(name)]
+        names = sorted(name for _, name in found.by_rank[commits.rank] if not self._ours.fullmatch(name))
         which = f"no commit of rank {commits.rank} names"
         if not self._is_certain:
             self._warn(names, which)
@@ -287,9 +283,8 @@ class OutputCheck:
         Raises:
             OutputMismatch: naming some of them.
         """
-        names = commits.names
-        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in names]
-        unknown = [(root, name) for root, name in unknown if not self._may_be_committed(commits, name)]
+        files = found.by_rank[commits.rank]
+        unknown = [(root, name) for root, name in files if not self._may_be_committed(commits, name)]
         which = f"no commit of rank {commits.rank} names"
         doubtful = sorted(root for root, _ in unknown if root in commits.doubtful)
         if doubtful:
@@ -358,8 +353,7 @@ class OutputCheck:
 
     def unfinished_files(self, commits: RankCommits, found: FoundFiles) -> list[str]:
         """The files of chunks that were published, and not committed before a kill."""
-        names = sorted({name for _, name in found.by_rank[commits.rank]} - commits.names)
-        return [name for name in names if self._may_be_committed(commits, name)]
+        return sorted(name for _, name in found.by_rank[commits.rank] if self._may_be_committed(commits, name))
 
     def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)

@@ -17,36 +17,52 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.retrying import failure_line, file_system_call
+from datatrove_ckpt.retrying import file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
 
-class Listing(NamedTuple):
-    """Files by their paths, as ``plain`` gives them.
+@dataclass
+class FoundFiles:
+    """What lies in an output folder.
 
     Attributes:
-        sizes: in bytes; None: the store tells no size.
-        hub_files: what the hub tells of the same files; empty elsewhere.
+        sizes: in bytes, by path; None: the store tells no size.
+        by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
+            ("": of no retry).
+        hub_files: what the hub tells of the files; empty elsewhere.
     """
 
     sizes: dict[str, int | None]
-    hub_files: dict[str, HubFile]
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    hub_files: dict[str, HubFile] = field(default_factory=dict)
+
+    def show(self, files: Mapping[str, HubFile]) -> None:
+        """Adds what a later look at the hub has found."""
+        self.hub_files |= files
+        self.sizes |= {name: file.size for name, file in files.items()}
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        if name in self.hub_files:
+            return self.hub_files[name].holds(file.size, file.hub_hash)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
 
 
 def list_output(
     writer: DiskWriter, committed: Collection[str], rank: int | None = None, others: bool = True
-) -> Listing:
+) -> FoundFiles:
     """Lists an output folder.
 
     It finds every file that exists among ``committed``, and every other one that the template may have named. It may
@@ -65,26 +81,18 @@ def list_output(
         root = Path(folder.resolve_paths(""))
         found: dict[str, int | None] = dict(_scan(root, head, everywhere))
         found |= _look_at(root, [name for name in committed if plain(name) not in found])
-        return Listing(found, {})
+        return FoundFiles(found)
     if (hub := HubFolder.of(folder)) is not None:
         try:
             with file_system_call():
                 files = _list_hub(hub, posixpath.dirname(head) if others else None, committed)
-            return Listing({name: file.size for name, file in files.items()}, files)
+            return FoundFiles({name: file.size for name, file in files.items()}, hub_files=files)
         except OSError as error:
             if committed or private_if_made(writer) is None or not is_missing_repository(error):
                 raise
-            return Listing({}, {})  # a run makes it
-    try:
-        with file_system_call():
-            return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
-    except PermissionError as error:
-        logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
-            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
-        )
-        with file_system_call():
-            return Listing(dict(_look_up(folder, committed)), {})
+            return FoundFiles({})  # a run makes it
+    with file_system_call():
+        return FoundFiles(_list_remote(folder, head, writer.max_file_size > 0, committed))
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
@@ -156,13 +164,6 @@ def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dic
     return found | hub.look_up(others)
 
 
-def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    for name in names:
-        # To whom may not list, S3 does not tell a missing file from a forbidden one.
-        with suppress(FileNotFoundError, PermissionError):
-            yield plain(name), folder.info(name).get("size")
-
-
 def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:
     base, start = posixpath.split(head)
     find = getattr(folder.fs, "_find", folder.fs.find)
@@ -176,38 +177,6 @@ def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None
 
 def _takes_prefix(find: object) -> bool:
     return callable(find) and "prefix" in inspect.signature(find).parameters
-
-
-# What lies in an output folder, and what is wrong with a file of it.
-
-
-@dataclass
-class FoundFiles:
-    """What lies in an output folder.
-
-    Attributes:
-        sizes: in bytes, by path; None: the store tells no size.
-        by_rank: the files that the template may have named, each with the folder of its retry ("": of no retry).
-        hub_files: what the hub tells of the files; empty elsewhere.
-    """
-
-    sizes: dict[str, int | None]
-    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
-    hub_files: dict[str, HubFile] = field(default_factory=dict)
-
-    def show(self, files: Mapping[str, HubFile]) -> None:
-        """Adds what a later look at the hub has found."""
-        self.hub_files |= files
-        self.sizes |= {name: file.size for name, file in files.items()}
-
-    def size(self, file: OutputFile) -> int | None:
-        return self.sizes.get(plain(file.path))
-
-    def is_right(self, file: OutputFile) -> bool:
-        name = plain(file.path)
-        if name in self.hub_files:
-            return self.hub_files[name].holds(file.size, file.hub_hash)
-        return name in self.sizes and self.sizes[name] in (file.size, None)
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:

@@ -378,7 +378,10 @@ def _advice(error: BaseException) -> str:
     if lacks_credentials(error):
         return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
     if isinstance(error, PermissionError) or http_status(error) in (401, 403):
-        needs = "On S3 they need s3:PutObject, s3:GetObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads"
+        needs = (
+            "On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, "
+            "s3:ListBucketMultipartUploads"
+        )
         return f"Check the credentials, and what they allow. {needs}. {kept}."
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
         return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."

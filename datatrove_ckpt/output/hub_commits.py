@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
-from datatrove_ckpt.formatting import duration, number_range, plural
+from datatrove_ckpt.formatting import duration, plural, ranges
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
 from datatrove_ckpt.output.names import plain
@@ -375,7 +375,6 @@ class HubCommits(Placement):
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()
-        self._waited = 0
         self._rank = rank
         self._calls = calls
         self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
@@ -442,10 +441,10 @@ class HubCommits(Placement):
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
         files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
         batch[0][1].waiting.check()
-        title = commit_title(plural(len(files), "file"), self._rank, ", ".join(_ranges(sorted(chunks))))
+        title = commit_title(plural(len(files), "file"), self._rank, ranges(chunks))
         try:
             history, ends = self._uploads.history(), self._hurried
-            if seconds := self._pace.seconds_until_turn(history, self._waited, ends):
+            if seconds := self._pace.seconds_until_turn(history, ends):
                 self._wait_for_turn(len(history.of_last_hour), seconds, ends)
                 return
             seen = self._uploads.commit(files, title, history.head)
@@ -457,7 +456,7 @@ class HubCommits(Placement):
                 raise given_up(folder, what, error) from error
             return  # the commit may have happened, although no answer said so: the next attempt looks
         attempts.succeeded()
-        self._seconds, self._waited = self._pace.seconds_of_next(), 0
+        self._seconds = self._pace.seconds_of_next()
         self._done(batch, seen)
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
@@ -469,7 +468,6 @@ class HubCommits(Placement):
             + f". Next look in {duration(seconds)}; "
             + ("the rank has nothing else left to do." if ends else "generation goes on.")
         )
-        self._waited += 1
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
@@ -482,17 +480,6 @@ class HubCommits(Placement):
             if not chunk.left:
                 chunk.forget()
                 chunk.waiting.done()
-
-
-def _ranges(numbers: list[int]) -> list[str]:
-    """Sorted numbers as ranges: "3 to 7", "9"."""
-    found: list[str] = []
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            found.append(number_range(numbers[start], numbers[end - 1] + 1))
-            start = end
-    return found
 
 
 def remove_files(hub: HubFolder, names: Sequence[str]) -> None:

@@ -103,15 +103,13 @@ class CommitPace:
         """Commits in an hour beyond which a rank waits. ``ends``: it has nothing else left to do."""
         return self.per_hour if ends else math.ceil(self.per_hour * _SHARE_BEFORE_END)
 
-    def seconds_until_turn(self, history: History, waited: int = 0, ends: bool = False) -> float:
+    def seconds_until_turn(self, history: History, ends: bool = False) -> float:
         """Seconds until the rank should look again; 0: it may commit now.
 
         Each commit that becomes older than an hour makes room for one. As many ranks as have committed compete for
-        them, so each waits for one of the next so many, drawn by chance, or of half as many if it has waited
-        before.
+        them, so each waits for one of the next so many, drawn by chance.
 
         Args:
-            waited: how often in a row this rank has looked, and waited.
             ends: see ``most``.
         """
         made = history.of_last_hour[::-1]
@@ -119,5 +117,5 @@ class CommitPace:
         if over < 0:
             return 0.0
         competing = len({match[1] if (match := _RANK.search(commit.title)) else "" for commit in made})
-        turn = min(over + random.randrange(competing if not waited else -(-competing // 2)), len(made) - 1)
+        turn = min(over + random.randrange(competing), len(made) - 1)
         return made[turn].at + HOUR - history.now + random.uniform(0, _SPREAD_SECONDS)

@@ -75,7 +75,7 @@ def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer
     hub_runner(tmp_path, server).run(documents(9))
     assert list(hub.files("org/data")) == names(5)
     (commit,) = hub.commits("org/data")
-    assert commit.title == "Add 5 files: rank 0, chunks 0 to 4"
+    assert commit.title == "Add 5 files: rank 0, chunks 0-4"
     assert len(hub.asked("lfs-upload")) == 5
     assert committed(tmp_path) == [0, 1, 2, 3, 4]
     assert not (tmp_path / "checkpoints" / "00000" / "staging").exists()
@@ -113,8 +113,8 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
     asked_to_wait = CommitPace.seconds_until_turn
 
-    def wait(pace: CommitPace, history: History, waited: int = 0, ends: bool = False) -> float:
-        found = asked_to_wait(pace, history, waited, ends)
+    def wait(pace: CommitPace, history: History, ends: bool = False) -> float:
+        found = asked_to_wait(pace, history, ends)
         assert found == 0 or 3000 < found < 3610  # some seconds have passed since the first commits, or minutes
         assert len(hub.commits("org/data")) == 59
         hub.clock.advance(found + 2)  # the hub's Date has whole seconds

@@ -200,7 +200,7 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
     random.seed(ranks)
     pace = CommitPace(seconds=300, per_hour=112)
     history: list[tuple[float, int]] = []
-    waited, looks = [0] * ranks, 0
+    looks = 0
     events = [(pace.seconds_of_next(), rank) for rank in range(ranks)]
     heapq.heapify(events)
     while events[0][0] < 10 * HOUR:
@@ -208,12 +208,11 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
         recent = [
             MadeCommit("", at, commit_title("1 file", by, "0")) for at, by in reversed(history) if now - at < HOUR
         ]
-        wait = pace.seconds_until_turn(History(now, tuple(recent)), waited[rank], ends=True)
-        waited[rank] += 1
+        wait = pace.seconds_until_turn(History(now, tuple(recent)), ends=True)
         looks += 1
         if not wait:
             history.append((now, rank))
-            wait, waited[rank] = pace.seconds_of_next(), 0
+            wait = pace.seconds_of_next()
         heapq.heappush(events, (now + wait, rank))
     times = [at for at, _ in history]
     busiest = max(sum(start <= at < start + HOUR for at in times) for start in times)

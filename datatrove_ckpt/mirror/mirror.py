@@ -250,7 +250,6 @@ DRAIN_SECONDS = 5.0
 _SNAPSHOT_ATTEMPTS = 20
 # Up to this size, new bytes are read at once, so that their journal need not stay open.
 _READ_AT_ONCE_BYTES = 2**20
-# While the remote fails, the wait between two attempts grows up to this many intervals.
 # The shortest wait between two uploads: one that finds nothing new still asks the storage thread for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 

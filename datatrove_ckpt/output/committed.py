@@ -41,13 +41,15 @@ _TO_DELETE = 20
 
 
 @dataclass(slots=True)
-class CommittedFile:
-    """A file that a commit names. ``root``: the folder of the retry that wrote it, or ""."""
+class CommittedFile(OutputFile):
+    """A file that a commit names. ``root``: the folder of the retry that wrote it, or "".
 
-    root: str
-    rank: int
-    chunk_index: int
-    file: OutputFile
+    It lacks the hash of the content, which is not needed: a job may have millions of files.
+    """
+
+    root: str = ""
+    rank: int = 0
+    chunk_index: int = 0
 
     @property
     def place(self) -> str:
@@ -93,9 +95,9 @@ class RankCommits:
         for commit in commits:
             if not commit.files and not root:
                 self._without_files.add(commit.chunk_index)
-            for file in commit.files:  # without the hash of the content: a job may have millions of files
-                listed = OutputFile(file.path, file.size, "", file.hub_hash)
-                self.files.append(CommittedFile(root, self.rank, commit.chunk_index, listed))
+            for file in commit.files:
+                known = (file.path, file.size, "", file.hub_hash)
+                self.files.append(CommittedFile(*known, root, self.rank, commit.chunk_index))
 
     def has(self, chunk_index: int) -> bool:
         """Whether the rank itself, not a retry of it, has committed the chunk."""
@@ -152,7 +154,7 @@ class OutputCheck:
         Raises:
             OSError: it cannot be listed.
         """
-        committed = {plain(one.file.path) for rank_commits in commits for one in rank_commits.files}
+        committed = {plain(one.path) for rank_commits in commits for one in rank_commits.files}
         found = list_output(self.writer, committed, rank, others)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
@@ -171,11 +173,11 @@ class OutputCheck:
             OutputMismatch: naming some of them, and the command that has them made again.
         """
         files = [one for rank_commits in commits for one in rank_commits.files]
-        wrong = [one for one in files if not found.is_right(one.file)]
+        wrong = [one for one in files if not found.is_right(one)]
         if not wrong:
             return
         self._refuse_other_folder(wrong[0])
-        shown = [f"{one.file.path} {file_problem(one.file, found.size(one.file))[1]}" for one in wrong[:_SHOWN]]
+        shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
             f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
@@ -203,10 +205,10 @@ class OutputCheck:
         """
         owners: dict[str, CommittedFile] = {}
         for one in (one for rank_commits in commits for one in rank_commits.files):
-            other = owners.setdefault(plain(one.file.path), one)
+            other = owners.setdefault(plain(one.path), one)
             if other is not one:
                 raise OutputMismatch(
-                    f"{self.where}: {one.file.path} was written by {other.place} and by {one.place}. One overwrote the "
+                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
                     f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
                     "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
                     "logging_dir, and start again."

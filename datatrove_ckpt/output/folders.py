@@ -19,7 +19,6 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import MAIN, HubFolder
-from datatrove_ckpt.output.hub_access import is_missing_repository
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.retrying import file_system_call
 
@@ -143,14 +142,8 @@ def _path(folder: DataFolder) -> str:
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
     """Whether the output folder that ``run.json`` names is another one than this, and exists."""
     other = get_datafolder(recorded)
-    if other.is_local() and folder.is_local():
-        one, two = (Path(each.resolve_paths("")).resolve() for each in (other, folder))
-        return one != two and one.is_dir()
-    if other.resolve_paths("") == folder.resolve_paths(""):
-        return False
-    hub = HubFolder.of(other)
     try:
         with file_system_call():
-            return bool(other.exists("") if hub is None else hub.files())
-    except OSError as error:
-        return hub is None or not is_missing_repository(error)  # nothing shows that it is gone
+            return _path(other) != _path(folder) and bool(other.exists(""))
+    except OSError:
+        return True  # nothing shows that it is gone

@@ -267,8 +267,8 @@ class HubTarget(Target):
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
-        found.show(self._uploads.look_again(one.file for one in commits.files if not found.is_right(one.file)))
-        lost = {plain(one.file.path): one.file for one in commits.files if not found.is_right(one.file)}
+        found.show(self._uploads.look_again(one for one in commits.files if not found.is_right(one)))
+        lost = {plain(one.path): one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
                 f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet whose commit it has "

@@ -24,9 +24,8 @@ from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.main import fail
 from datatrove_ckpt.cli.os_errors import explain
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor

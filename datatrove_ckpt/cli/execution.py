@@ -26,7 +26,6 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.cli.quiet_errors import QuietErrors
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
@@ -40,7 +39,7 @@ from datatrove_ckpt.preflight.before_run import (
     check_steps,
     checkpointed_steps,
 )
-from datatrove_ckpt.process.task_errors import own_error, say_errors_later
+from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner

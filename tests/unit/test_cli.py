@@ -257,7 +257,7 @@ def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     task = """
 import pickle
 from datatrove.executor import LocalPipelineExecutor
-from datatrove_ckpt.cli.quiet_errors import QuietErrors
+from datatrove_ckpt.process.task_errors import QuietErrors
 from my_steps import Step
 executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
 executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
-from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import repair_mirror

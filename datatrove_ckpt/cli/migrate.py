@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from datatrove_ckpt.cli.os_errors import explain
-from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import fail, print_json, say
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Findings, Left, Rank

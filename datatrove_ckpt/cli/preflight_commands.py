@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import print_json, say
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
-from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.maintenance.where import is_config

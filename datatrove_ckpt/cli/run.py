@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.cli.overrides import read_config
-from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.cli.yaml_config import build, read_config
 
 
 def run(arguments: argparse.Namespace) -> int:

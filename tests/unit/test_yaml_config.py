@@ -15,8 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.fields import as_kept
-from datatrove_ckpt.cli.yaml_config import build, load
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance.config_check import config_differences
 from datatrove_ckpt.maintenance.where import Place

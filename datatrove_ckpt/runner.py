@@ -17,9 +17,9 @@ from datatrove.utils.stats import Stats
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.carried_code import CarriesCode
 from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
 from datatrove_ckpt.generation.run_identity import run_identity
+from datatrove_ckpt.generation.script_names import CarriesCode
 from datatrove_ckpt.generation.shared_context import SharedContext
 from datatrove_ckpt.generation.step import OnDocumentError
 from datatrove_ckpt.generation.user_code import check_rollout

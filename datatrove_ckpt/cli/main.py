@@ -306,7 +306,7 @@ def plan() -> Handler:
     _JSON,
     _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),
     _flag("--dry-run", "say what would be done, document by document, only"),
-    _argument("DIR", "of datatrove's run: its executor.json tells model and tasks", "--logging-dir"),
+    _argument("DIR", "of datatrove's run: its log files show whether it is still on", "--logging-dir"),
     _flag(
         "--lacking-are-dropped",
         "documents that files of finished chunks lack were dropped by their rollouts: do not process them again",
@@ -322,7 +322,7 @@ def migrate() -> Handler:
     CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
     output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that
     run first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host
-    that has its files open to write, and files that change meanwhile; of other nodes, young files are a warning.
+    that has its files open to write, and files that change meanwhile; young files are a warning.
 
     Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
     document by document, and processed again by the next run. FOLDER is not changed, unless it is the

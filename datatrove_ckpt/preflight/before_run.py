@@ -20,6 +20,7 @@ from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, privat
 from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -165,6 +166,7 @@ def committed_here(executor: Any, step: InferenceRunner) -> Callable[[], int] | 
     return partial(committed_files, step.output_writer, root)
 
 
+@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
     executor: Any, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
 ) -> int | None:

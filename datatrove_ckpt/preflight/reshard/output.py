@@ -15,8 +15,8 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.hub_access import hub_folder_of
-from datatrove_ckpt.output.hub_removal import remove_files
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.output.hub_commits import remove_files
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 
 def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
@@ -55,5 +55,5 @@ def remove_output(writer: DiskWriter, names: Sequence[str]) -> None:
         except OSError as error:
             where = folder.resolve_paths(name)
             raise OutputFailed(
-                f"{where} could not be removed: {failure_text(error)}. Run the same command again."
+                f"{where} could not be removed: {failure_line(error)}. Run the same command again."
             ) from error

@@ -508,7 +508,7 @@ def relocate() -> Handler:
       1  files are missing or changed there, or a rank is running; nothing was changed
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.relocate import relocate
+    from datatrove_ckpt.cli.moves import relocate
 
     return relocate
 
@@ -541,7 +541,7 @@ def fork() -> Handler:
       1  the other run is damaged, or one of its ranks is running
       2  WHAT is no checkpoint, NEW is not new, or a mistake in a file or on the command line
     """  # noqa: E501 (an example is one line)
-    from datatrove_ckpt.cli.fork import fork
+    from datatrove_ckpt.cli.moves import fork
 
     return fork
 
@@ -566,7 +566,7 @@ def reshard() -> Handler:
       1  a rank is running, or the checkpoint, the output or the input is not as it should be; nothing was changed
       2  a mistake on the command line, or a pipeline that cannot be dealt out anew; the message says why
     """
-    from datatrove_ckpt.cli.reshard import reshard_run as reshard
+    from datatrove_ckpt.cli.moves import reshard
 
     return reshard
 

@@ -7,14 +7,14 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+import orjson
+
 from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.redaction import redact
 
 
 def print_json(content: dict[str, Any]) -> None:
     """Prints one JSON object."""
-    import orjson  # not for --help
-
     say(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
 
 

@@ -18,7 +18,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     try:
         with gc_paused():
-            handler = arguments.load()
-        return int(handler(arguments))
+            handler: Handler = arguments.load()
+        return handler(arguments)
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:
@@ -619,18 +619,11 @@ def _complete(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise ConfigError("completion: needs shtab: pip install 'datatrove-ckpt[completion]'.") from None
     parser = make_parser()
-    kinds = dict.fromkeys(("FOLDER", "DIR"), shtab.DIRECTORY)
+    kinds = {"FOLDER": shtab.DIRECTORY, "DIR": shtab.DIRECTORY}
     kinds |= dict.fromkeys(("CONFIG", "WHAT", "FILE"), shtab.FILE)
-    _complete_paths(parser, kinds)
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in (action for command in commands.choices.values() for action in command._actions):
+        if action.metavar in kinds:
+            action.complete = kinds[action.metavar]  # shtab looks for it
     print(shtab.complete(parser, arguments.shell))
     return 0
-
-
-def _complete_paths(parser: argparse.ArgumentParser, kinds: Mapping[str, object]) -> None:
-    """Marks the arguments that are paths, by the word that stands for them in the help."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _complete_paths(command, kinds)
-        elif action.metavar in kinds:
-            action.complete = kinds[str(action.metavar)]  # type: ignore[attr-defined]  # shtab looks for it

@@ -99,13 +99,8 @@ def relocate(arguments: argparse.Namespace) -> int:
 
 def _obstacles(plan: Relocation, place: Place) -> str:
     shown = [line.replace(plan.report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
-    return "\n".join(
-        [
-            *shown,
-            f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed. "
-            + _way_out(plan, place),
-        ]
-    )
+    found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
+    return "\n".join([*shown, f"{found} {_way_out(plan, place)}"])
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
@@ -115,10 +110,8 @@ def _way_out(plan: Relocation, place: Place) -> str:
     if there := folders_still_there(plan.report):
         return f"Copy these files again from {', '.join(there)}, and relocate again."
     repair = repair_command(place.given, output=plan.report.output)
-    return (
-        "Copy these files again, and relocate again. What is lost can be made again: "
-        f"{repair}, then relocate, then run."
-    )
+    again = "Copy these files again, and relocate again."
+    return f"{again} What is lost can be made again: {repair}, then relocate, then run."
 
 
 def _shown(problems: list[Problem], most: int) -> list[str]:
@@ -294,7 +287,8 @@ def _costs(
         yield f"cost: not known {how} {plural(total, 'document')}, because none is finished in {what}"
         return
     more, each = _rollouts(run, new)
-    sums = (getattr(totals.counts, name) + getattr(totals.unfinished, name) for name in _SUMS)
+    done = totals.done
+    sums = (done.requests, done.prompt_tokens, done.completion_tokens)
     requests, prompt, completion = (round(number * more * total / totals.documents) for number in sums)
     yield (
         f"cost: {how} {plural(total, 'document')}, if each {each}: {_amount(requests, prompt, completion, arguments)}, "
@@ -342,7 +336,6 @@ def _changed(what: str, run: Source, new: NewRun) -> str:
 _ROLLOUTS = "rollouts_per_document"
 _NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
-_SUMS = ("requests", "prompt_tokens", "completion_tokens")
 
 
 def _documents(found: Fork, state: RunState) -> tuple[int, str]:

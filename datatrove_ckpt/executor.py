@@ -117,7 +117,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         retries, skip_completed = any(runner.retry_dead_letters for runner in runners), self.skip_completed
         self.skip_completed = skip_completed and not retries
         try:
-            check_before_run(self, retries)
+            check_before_run(self)
             stats = self.run_ranks()
             check_after_run(self)
         finally:

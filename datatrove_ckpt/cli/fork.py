@@ -36,6 +36,7 @@ from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -84,14 +85,15 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
         return NewRun(Path(arguments.new))
     with log_disabled(*_NOT_ABOUT_IT):
         executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
-    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner) and step.checkpoints_local_dir]
+    plan = RunPlan.of(executor)
+    steps = [runner.step for runner in plan.runners if runner.step.checkpoints_local_dir]
     if len(steps) != 1:
         raise ConfigError(
             f"{arguments.new}: {len(steps)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
             "the file."
         )
-    logs = executor.logging_dir.resolve_paths("")
-    return NewRun(steps[0].checkpoints_root, arguments.new, steps[0], executor.tasks, str(logs))
+    logs = plan.logging_dir.resolve_paths("")
+    return NewRun(steps[0].checkpoints_root, arguments.new, steps[0], plan.tasks, str(logs))
 
 
 def _place_of(arguments: argparse.Namespace, new: NewRun) -> AbstractContextManager[Place]:

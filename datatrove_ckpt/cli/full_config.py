@@ -30,7 +30,7 @@ class FullConfig:
         executor: what ``build`` made of it.
     """
 
-    def __init__(self, content: dict[str, Any], executor: Any) -> None:
+    def __init__(self, content: dict[str, Any], executor: object) -> None:
         self._defaults: list[str] = []
         self._hidden: dict[str, list[str]] = {}
         self._content = {"executor": self._node(content["executor"], "executor")}

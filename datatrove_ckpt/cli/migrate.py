@@ -19,6 +19,7 @@ from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Findings, Left, Rank
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN = 5
@@ -43,7 +44,7 @@ def migrate(arguments: argparse.Namespace) -> int:
     except CkptError as error:
         return fail(error, 1)
     except OSError as error:
-        if (explained := explain(error, executor)) is None:
+        if (explained := explain(error, RunPlan.of(executor))) is None:
             raise
         return fail(explained, 1)
     if arguments.json:

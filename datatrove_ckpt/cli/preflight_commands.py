@@ -14,7 +14,6 @@ from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled
-from datatrove_ckpt.runner import InferenceRunner
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -41,9 +40,10 @@ def plan(arguments: argparse.Namespace) -> int:
     """Prints the tables of each runner. Returns the exit code."""
     executor = make_executor(arguments)
     from datatrove_ckpt.preflight.plan import advise, describe
+    from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    steps = {index: step for index, step in enumerate(executor.pipeline) if isinstance(step, InferenceRunner)}
-    advice = [advise(f"pipeline[{index}]", step, arguments.mtbf) for index, step in steps.items()]
+    runners = RunPlan.of(executor).runners
+    advice = [advise(f"pipeline[{runner.index}]", runner.step, arguments.mtbf) for runner in runners]
     if not advice:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
     if arguments.json:

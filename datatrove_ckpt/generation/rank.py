@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
+from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
@@ -23,11 +25,10 @@ from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.messages import RankMessages
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
+from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
-from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
-from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.shared_context import shared_arguments
 from datatrove_ckpt.generation.step import Step
@@ -37,8 +38,11 @@ from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.arrow import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
@@ -46,6 +50,8 @@ from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.readers.pipeline import steps_before
+from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
 
 
@@ -215,3 +221,43 @@ class _Run:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
             documents.close()
+
+
+def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:
+    """A rank's documents. To be called with the rank's lock, so that no ``reshard`` changes its share meanwhile.
+
+    Args:
+        rank: None: there is no checkpoint.
+
+    Raises:
+        CheckpointCorrupt, StorageFailed: ``shares.json`` cannot be read.
+    """
+    root = None if rank is None else step.checkpoints_root
+    revisions = None if root is None else Revisions(root)
+    # The dead letters that a retry reads are no part of the input that ranks share.
+    shares = None if root is None or step.retry_dead_letters else read_shares(root)
+    share = None if shares is None or rank is None else shares.of(rank)
+    return DocumentSource(
+        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, share
+    )
+
+
+def check_output_of_rank(writer: DiskWriter, documents: Iterable[Document], world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: several tasks would write one file, or the next start would read the output as input.
+    """
+    check_rank_in_template(writer, world_size)
+    refuse_own_output((step for step, _, _ in steps_before(documents)), writer)
+
+
+def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
+    """Refuses a rank that keeps no checkpoint while files are there that it would not overwrite. Local folders only.
+
+    Raises:
+        OutputMismatch: names some of them.
+    """
+    if writer.output_folder.is_local():
+        nowhere = Path("no checkpoint")
+        check, commits = OutputCheck(writer, nowhere), RankCommits(nowhere, rank)
+        check.refuse_strangers(commits, check.look([commits], rank))

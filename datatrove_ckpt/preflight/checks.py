@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.names import STAGING
@@ -29,7 +30,6 @@ from datatrove_ckpt.preflight.probes import (
     SMALL_GROUP,
     NotDeleted,
     RemoteFailed,
-    existing_part,
     measure_disk,
     probe_folder,
     probe_object,

@@ -6,34 +6,42 @@ The checks change nothing; ``cli/preflight_commands.py`` prints them.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
+import posixpath
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.documents import decode, encode
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
-from datatrove_ckpt.formatting import error_text, plural
+from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
-from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
+from datatrove_ckpt.output.names import fields_of_documents, writer_name
 from datatrove_ckpt.output.trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
+    Need,
     PreflightCheck,
     State,
     check_checkpoints,
@@ -41,13 +49,13 @@ from datatrove_ckpt.preflight.checks import (
     check_remote,
     within,
 )
-from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
-from datatrove_ckpt.preflight.input_checks import Sample, check_input
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, waits
+from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_workers
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
-from datatrove_ckpt.preflight.shares import check_workers, workers_of
-from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
+from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ANSWER = {
@@ -57,31 +65,31 @@ _ANSWER = {
 }
 
 
-def examine(executor: Any, documents_per_second: float | None = None) -> list[PreflightCheck]:
+def examine(executor: PipelineExecutor, documents_per_second: float | None = None) -> list[PreflightCheck]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem.
 
     Args:
         documents_per_second: of one task, for the room that it needs while the hub refuses commits.
     """
-    checks = _guarded("pipeline", lambda: _check_steps(executor))
-    checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", executor.logging_dir)])
+    plan = RunPlan.of(executor)
+    checks = _guarded("pipeline", lambda: _check_steps(plan))
+    checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", plan.logging_dir)])
     sample = Sample()
     unreachable = []
-    several = sum(isinstance(step, InferenceRunner) for step in executor.pipeline) > 1
-    for index, step in enumerate(executor.pipeline):
-        place = f"pipeline[{index}] " if several else ""
+    runners = {runner.index: runner for runner in plan.runners}
+    for index, step in enumerate(plan.pipeline):
+        place = f"pipeline[{index}] " if len(runners) > 1 else ""
         if isinstance(step, BaseReader):
-            workers = workers_of(executor)
-            found, first = check_input(f"{place}input", step, executor.world_size, workers, waits(executor))
+            found, first = check_input(f"{place}input", step, plan.tasks, plan.at_once, plan.waits)
             checks += found
             sample = sample if sample.number else first
-        if isinstance(step, InferenceRunner):
-            found = _check_runner(place, step, sample, executor, index)
+        if (runner := runners.get(index)) is not None:
+            found = _check_runner(place, runner, sample, plan)
             unreachable += [index] if _is_unreachable(f"{place}output", found) else []
             checks += found
-            checks += _check_hub(place, step, sample, executor, documents_per_second)
-    checks += _guarded("job", lambda: check_workers("job", executor))
-    return [*checks, *_guarded("job", lambda: check_earlier_runs(executor, unreachable))]
+            checks += _check_hub(place, runner.step, sample, plan, documents_per_second)
+    checks += _guarded("job", lambda: check_workers("job", plan))
+    return [*checks, *_guarded("job", lambda: check_earlier_runs(plan, unreachable))]
 
 
 def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
@@ -97,20 +105,20 @@ def _is_unreachable(subject: str, checks: list[PreflightCheck]) -> bool:
     return any((check.state, check.subject, check.what) == ("problem", subject, "reachable") for check in checks)
 
 
-def _check_steps(executor: Any) -> list[PreflightCheck]:
-    check_steps(executor)
+def _check_steps(plan: RunPlan) -> list[PreflightCheck]:
+    check_steps(plan)
     return []
 
 
-def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> list[PreflightCheck]:
+def _check_runner(place: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
+    step = runner.step
     server, checkpoints, output = f"{place}server", f"{place}checkpoints", f"{place}output"
     checks = _guarded(server, lambda: _check_server(server, step.config))
-    ranks, moves = workers_of(executor), _moves(executor)
-    checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, ranks, moves))
-    checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, executor))
+    checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, plan))
+    checks += _guarded(output, lambda: _check_output(output, runner, sample, plan))
     checks += _guarded(output, lambda: [_check_writer(output, step, sample)])
     if step.output_writer.output_folder.is_local() and sample.documents:
-        checks += _guarded(output, lambda: [_check_space(output, step, sample, executor, index)])
+        checks += _guarded(output, lambda: [_check_space(output, runner, sample, plan)])
     remote, monitoring = step.checkpoints_remote_dir, step.monitoring
     if remote is not None:
         checks += _guarded(f"{place}mirror", lambda: [_check_mirror(f"{place}mirror", remote)])
@@ -129,38 +137,35 @@ def _check_server(subject: str, config: Any) -> list[PreflightCheck]:
     return checks
 
 
-def _needs(step: InferenceRunner, sample: Sample, ranks: int) -> Needs:
+def _needs(step: InferenceRunner, sample: Sample, plan: RunPlan) -> Needs:
     return estimate(
         sample,
         answer_bytes(step),
         step.records_per_chunk,
         most_documents(step.config),
-        ranks,
+        plan.at_once,
         stages_remotely=not step.output_writer.output_folder.is_local(),
     )
 
 
-def _check_checkpoints(
-    subject: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool
-) -> list[PreflightCheck]:
+def _check_checkpoints(subject: str, step: InferenceRunner, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
     if step.checkpoints_local_dir is None:
         text = "none: a run that dies starts over. Set checkpoints_local_dir."
         return [PreflightCheck("warning", subject, "folder", text)]
-    folder, need = step.checkpoints_root, _needs(step, sample, ranks).checkpoints
-    return check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
+    folder, need, mirrored = step.checkpoints_root, _needs(step, sample, plan).checkpoints, step.checkpoints_remote_dir
+    return check_checkpoints(subject, folder, step.sync_seconds, need, mirrored is not None, not plan.is_local)
 
 
-def _check_output(
-    subject: str, step: InferenceRunner, sample: Sample, ranks: int, executor: Any
-) -> list[PreflightCheck]:
+def _check_output(subject: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
+    step = runner.step
     output = step.output_writer.output_folder
     if (hub := hub_folder_of(step.output_writer)) is not None:
-        return [_check_access(subject, step, hub, executor)]
+        return [_check_access(subject, runner, hub)]
     if not output.is_local():
         return [check_remote(subject, output)]
     folder = Path(output.resolve_paths("")).absolute()
     template = step.output_writer.output_filename.template
-    return check_local_output(subject, folder, template, _needs(step, sample, ranks).output, _moves(executor))
+    return check_local_output(subject, folder, template, _needs(step, sample, plan).output, not plan.is_local)
 
 
 def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> PreflightCheck:
@@ -178,30 +183,25 @@ def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> Prefli
     return PreflightCheck("ok", subject, "writer", f"{name} writes a document with an answer that is made up.")
 
 
-def _moves(executor: Any) -> bool:
-    """Whether a task may restart on another node."""
-    return not isinstance(executor, LocalPipelineExecutor)
-
-
 def _check_hub(
-    place: str, step: InferenceRunner, sample: Sample, executor: Any, documents_per_second: float | None
+    place: str, step: InferenceRunner, sample: Sample, plan: RunPlan, documents_per_second: float | None
 ) -> list[PreflightCheck]:
     """What the hub's rules mean for a job whose output is there."""
     if (hub := hub_folder_of(step.output_writer)) is None:
         return []
-    checkpoints, output, ranks = f"{place}checkpoints", f"{place}output", workers_of(executor)
+    checkpoints, output, ranks = f"{place}checkpoints", f"{place}output", plan.at_once
     checks = []
     if not hub.is_bucket:
-        checks.append(check_commits(output, ranks, executor.world_size, step.hub_pace))
+        checks.append(check_commits(output, ranks, plan.tasks, step.hub_pace))
     if sample.documents:
-        tasks, records = executor.world_size, step.records_per_chunk
+        tasks, records = plan.tasks, step.records_per_chunk
         chunks = tasks * math.ceil(sample.documents / tasks / records)
         checks.append(check_files(output, step.output_writer, chunks, tasks, records))
     if step.checkpoints_local_dir is not None:
         given = documents_per_second
 
         def refusals() -> list[PreflightCheck]:
-            rate = observed_rate(executor.logging_dir) if given is None else Rate(given, "as given")
+            rate = observed_rate(plan.logging_dir) if given is None else Rate(given, "as given")
             folder = step.checkpoints_root
             return [check_refusals(checkpoints, folder, sample, answer_bytes(step), ranks, rate)]
 
@@ -209,8 +209,8 @@ def _check_hub(
     return checks
 
 
-def _check_access(subject: str, step: InferenceRunner, hub: HubFolder, executor: Any) -> PreflightCheck:
-    private, committed = private_if_made(step.output_writer), committed_here(executor, step)
+def _check_access(subject: str, runner: RunnerPlan, hub: HubFolder) -> PreflightCheck:
+    private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
     try:
         found = within(REMOTE_SECONDS, lambda: check_access(hub, private, only_look=True, committed=committed), hub.url)
     except CkptError as error:
@@ -218,12 +218,12 @@ def _check_access(subject: str, step: InferenceRunner, hub: HubFolder, executor:
     return PreflightCheck("ok", subject, "reachable", found)
 
 
-def _check_space(subject: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> PreflightCheck:
-    limit = getattr(executor.pipeline[0], "limit", -1)
+def _check_space(subject: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> PreflightCheck:
+    step, limit = runner.step, getattr(plan.pipeline[0], "limit", -1)
     # A step in between, or an adapter of the user, may drop or shorten documents.
-    kept = index == 1 and getattr(step.output_writer.adapter, "__func__", None) is DiskWriter._default_adapter
+    kept = runner.index == 1 and getattr(step.output_writer.adapter, "__func__", None) is DiskWriter._default_adapter
     folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
-    return check_space(subject, folder, step, sample, limit * executor.world_size if limit > 0 else None, kept)
+    return check_space(subject, folder, step, sample, limit * plan.tasks if limit > 0 else None, kept)
 
 
 def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
@@ -306,16 +306,16 @@ def check_open_files(subject: str, config: Any) -> PreflightCheck:
     return PreflightCheck("ok", subject, "open files", text)
 
 
-def check_earlier_runs(executor: Any, unreachable: Collection[int] = ()) -> list[PreflightCheck]:
+def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> list[PreflightCheck]:
     """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
 
     Args:
         unreachable: indices of steps whose output folder cannot be reached, which is reported already.
     """
-    output = partial(check_output, executor, True, unreachable, _PATIENCE_SECONDS)
+    output = partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)
     return [
-        *_compared("job", "earlier runs", partial(check_job, executor, dry_run=True)),
-        *_compared("input", "of finished tasks", partial(check_inputs_unchanged, executor)),
+        *_compared("job", "earlier runs", partial(check_job, plan, dry_run=True)),
+        *_compared("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
         *_compared("output", "of earlier runs", output),
     ]
 
@@ -329,3 +329,254 @@ def _compared(subject: str, what: str, check: Callable[[], list[str] | int | Non
         return [PreflightCheck("ok", subject, what, "nothing differs.")]
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
     return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]
+
+
+# Space ----------------------------------------------------------------------------------------------------------------
+#
+# How much a run needs: at one time for checkpoints and output, and for the whole output in the end.
+
+# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
+_FILES_PER_RANK = 20
+_BYTES_PER_TOKEN = 4
+_COMPRESSED = (".gz", ".zst", ".parquet")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The space that one runner needs."""
+
+    checkpoints: Need
+    output: Need
+
+
+def answer_bytes(step: InferenceRunner) -> int | None:
+    """The most bytes that the answers to one document may have; None without max_tokens.
+
+    A rollout that sends several requests is counted as if it sent one.
+    """
+    params = (step.config.default_generation_params or {}) | (getattr(step.rollout_fn, "generation_params", None) or {})
+    tokens = params.get("max_tokens") or params.get("max_completion_tokens")
+    return tokens * _BYTES_PER_TOKEN * step.config.rollouts_per_document if isinstance(tokens, int) else None
+
+
+def estimate(
+    sample: Sample,
+    answer: int | None,
+    records_per_chunk: int,
+    max_concurrent_documents: int,
+    ranks: int,
+    stages_remotely: bool,
+) -> Needs:
+    """The space that the checkpoint folder and a local output folder must have at one time.
+
+    At least: one chunk per rank as a journal, without answers; nothing for output, which may be compressed. At most:
+    with answers, both in the journal and in the request cache, for as many unfinished chunks as a rank can have (those
+    waiting to be published, the one being published, the one being filled, and those with documents in progress), and
+    one chunk per rank as uncompressed output.
+    """
+    inodes = _FILES_PER_RANK * ranks
+    if not sample.number:
+        unknown = Need(None, None, inodes, "no document could be read")
+        return Needs(unknown, unknown)
+    records, with_answer = records_per_chunk, sample.mean + (answer or 0)
+    chunks = MAX_PUBLISHING + 2 + math.ceil(max_concurrent_documents / records_per_chunk)
+    if sample.is_all:
+        records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
+    staged = int(ranks * records * with_answer)
+    most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
+    basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
+    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
+    here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
+    return Needs(
+        Need(int(ranks * records * sample.mean), most, inodes, here),
+        Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
+    )
+
+
+def check_space(
+    subject: str, folder: Path, step: InferenceRunner, sample: Sample, at_most: int | None, documents_kept: bool
+) -> PreflightCheck:
+    """Compares the free space with an estimate of the whole output, less what an earlier run has written.
+
+    The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
+
+    Args:
+        at_most: documents that the reader's ``limit`` allows; None: all.
+        documents_kept: each document of the input is in the output, as far as can be told.
+    """
+    number = min(sample.documents, at_most) if at_most is not None else sample.documents
+    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(step.output_writer) else 1
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    least = max(0, int(number * sample.mean / smaller) - there) if documents_kept else 0
+    most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    state: State = "problem" if free < least else "warning" if free < most else "ok"
+    about = "" if sample.is_all else "about "
+    text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
+    text += f"{about}{plural(number, 'document')} of {byte_size(sample.mean)}, "
+    text += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    if sample.compressed and not sample.is_all:
+        text += f", compressed input counted {GROWTH} times"
+    if smaller > 1:
+        text += f", compressed output by 1/{smaller}"
+    advice = "" if state == "ok" else " Free some space, or choose another output_folder."
+    return PreflightCheck(state, subject, "space", f"{text}.{advice}")
+
+
+def _is_compressed(writer: Any) -> bool:
+    return writer.output_mg.compression not in (None, "infer") or writer.output_filename.template.endswith(_COMPRESSED)
+
+
+# The rules of the hub -------------------------------------------------------------------------------------------------
+#
+# What they mean for a job: commits per hour, files per folder, and room while the hub refuses commits. The rules are
+# those of a free account. A hub that refuses commits (429) says for how long, up to an hour. Generation goes on
+# meanwhile, so what is finished waits on the disk of the checkpoint: its journals and answers, and its files.
+
+FILES_PER_FOLDER = 10_000
+FILES_PER_REPOSITORY = 100_000
+_HOURS_OF_COMMITS = 24
+_TASKS_OBSERVED = 20
+
+
+def check_commits(subject: str, ranks: int, tasks: int, pace: CommitPace) -> PreflightCheck:
+    """Compares the commits of a job with what it may make in an hour.
+
+    Args:
+        ranks: tasks at once.
+        tasks: of the whole job. Each makes one commit at least.
+    """
+    planned = math.ceil(ranks * HOUR / pace.mean_seconds) if pace.seconds > 0 else None
+    number = "without a limit" if planned is None else f"about {planned} per hour"
+    text = f"{number}: {plural(ranks, 'task')} at once, a commit of each at least every {duration(pace.seconds)} "
+    text += f"(hub_commit_seconds). All together keep to {pace.per_hour} (hub_commits_per_hour)"
+    before_end = pace.most(ends=False)
+    state: State = "ok"
+    if before_end < pace.per_hour:
+        text += f", and to {before_end} before they end"
+    if planned is None or planned > before_end:
+        text += f", so a file waits about {duration(ranks * HOUR / before_end)} for its commit"
+    text += "."
+    if pace.per_hour > COMMITS_PER_HOUR:
+        text += f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to an hour."
+    if tasks > _HOURS_OF_COMMITS * pace.per_hour:
+        state = "warning"
+        text += (
+            f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
+            f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
+        )
+    return PreflightCheck(state, subject, "commits", text)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Documents per second of one task, and where the number comes from. None: unknown."""
+
+    documents: float | None
+    source: str = ""
+
+
+def observed_rate(logging_dir: Any) -> Rate:
+    """The mean rate of finished tasks, as datatrove's stats in an executor's ``logging_dir`` have it.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    documents = seconds = 0.0
+    tasks = 0
+    with file_system_call():
+        names = logging_dir.list_files("stats", glob_pattern="*.json") if logging_dir.isdir("stats") else []
+        for name in names[:_TASKS_OBSERVED]:
+            found = _rate_of(json.loads(logging_dir.cat_file(name)))
+            if found is not None:
+                documents, seconds, tasks = documents + found[0], seconds + found[1], tasks + 1
+    if not seconds or not documents:
+        return Rate(None)
+    return Rate(documents / seconds, f"as the stats of {plural(tasks, 'finished task')} say")
+
+
+def _rate_of(stats: Any) -> tuple[float, float] | None:
+    """Documents and seconds of a task; None if its stats do not tell them."""
+    with suppress(KeyError, TypeError, ValueError):
+        for step in stats:
+            found = step["stats"]
+            if "inference_time" in found:
+                number = found["documents"] if "documents" in found else found["documents_processed"]
+                return _total(number), _total(found["inference_time"])
+    return None
+
+
+def _total(stat: Any) -> float:
+    return float(stat["total"] if isinstance(stat, dict) else stat)
+
+
+def check_refusals(
+    subject: str, folder: Path, sample: Sample, answer: int | None, ranks: int, rate: Rate
+) -> PreflightCheck:
+    """Compares the free bytes with what piles up in an hour in which the hub takes no commit.
+
+    Args:
+        folder: ``checkpoints_local_dir``.
+        answer: bytes of the answers to one document; None if unknown.
+        ranks: tasks at once, on this disk.
+    """
+    what = "while the hub refuses commits"
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    if not sample.number:
+        text = f"{byte_size(free)} free; what an hour needs {what} cannot be estimated: no document could be read."
+        return PreflightCheck("ok", subject, "room for refusals", text)
+    # The journal and the staged file hold document and answer, the request cache the answer.
+    each = 2 * (sample.mean + (answer or 0)) + (answer or 0)
+    answers = "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    basis = f"{plural(ranks, 'task')} at once, documents of {byte_size(sample.mean)}, {answers}"
+    if rate.documents is None:
+        text = f"{byte_size(free)} free; {what}, an hour of 1 document per second and task needs "
+        text += f"{byte_size(each * ranks * HOUR)} ({basis}). Give --documents-per-second to have it compared."
+        return PreflightCheck("ok", subject, "room for refusals", text)
+    need = int(each * ranks * rate.documents * HOUR)
+    state: State = "ok" if free >= need else "warning"
+    text = f"{byte_size(free)} free; {what}, an hour needs up to {byte_size(need)}: {basis}, "
+    text += f"{rate.documents:.3g} documents per second and task, {rate.source}."
+    if state == "warning":
+        hours = free / need * HOUR
+        text += f" It is full after {duration(hours)}; then the job waits, and goes on by itself. Free some space."
+    return PreflightCheck(state, subject, "room for refusals", text)
+
+
+def check_files(subject: str, writer: Any, chunks: int, tasks: int, records_per_chunk: int) -> PreflightCheck:
+    """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
+    folders = _folders(writer.output_filename, chunks, tasks)
+    in_folder = None if folders is None else math.ceil(chunks / folders)
+    text = f"about {plural(chunks, 'file')}"
+    text += "" if in_folder is None else f", up to {in_folder} in a folder"
+    advice = []
+    factor = chunks / FILES_PER_REPOSITORY
+    if chunks > FILES_PER_REPOSITORY:
+        advice.append(f"more than {FILES_PER_REPOSITORY} files in a repository")
+    if in_folder is not None and in_folder > FILES_PER_FOLDER:
+        advice.append(f"more than {FILES_PER_FOLDER} in a folder")
+        factor = max(factor, in_folder / FILES_PER_FOLDER)
+    if not advice:
+        return PreflightCheck("ok", subject, "files", f"{text}.")
+    records = _round_up(records_per_chunk * factor)
+    text += f". The hub becomes slow with {' and with '.join(advice)}. Set records_per_chunk to {records} or more"
+    text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
+    return PreflightCheck("warning", subject, "files", text)
+
+
+def _folders(template: Template, chunks: int, tasks: int) -> int | None:
+    """The number of folders among which a template spreads the files; None if documents decide it."""
+    folder = Template(posixpath.dirname(template.template))
+    if fields_of_documents(folder):
+        return None
+    names = folder.get_identifiers()
+    return chunks if "chunk_index" in names else tasks if "rank" in names else 1
+
+
+def _round_up(number: float) -> int:
+    """Two significant digits."""
+    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
+    return math.ceil(number / unit) * unit

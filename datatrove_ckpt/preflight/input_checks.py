@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.preflight.checks import PreflightCheck, within
+from datatrove_ckpt.preflight.inputs import check_codecs
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
-from datatrove_ckpt.preflight.requirements import check_codecs
-from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
 from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
@@ -194,3 +194,108 @@ def _advice(reader: Any, names: list[str]) -> str:
     if first == FirstRow():
         return "Check data_folder, glob_pattern and text_key."
     return f"{names[0]!r}: {explain(reader, first)}"
+
+
+# How the work is divided ----------------------------------------------------------------------------------------------
+#
+# Files among tasks, and tasks among workers. datatrove deals out whole files in the order of their names: task r gets
+# the files r, r + tasks, r + 2 * tasks, ... The largest task decides when the run ends, and a task without a file takes
+# a place in the queue for nothing.
+
+# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
+GROWTH = 4
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
+# How many times longer than with equal tasks a run may take because of its largest task.
+_LONGER = 2.0
+# Numbers of tasks right above the present one that are tried for a better division.
+_TRIED = 10
+
+
+def grown(name: str, size: int) -> int:
+    """The size of a file once it is read, about."""
+    return size * (GROWTH if name.endswith(COMPRESSED) else 1)
+
+
+def check_workers(subject: str, plan: RunPlan) -> list[PreflightCheck]:
+    """Whether ``tasks_per_job`` leaves workers without a task."""
+    tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
+    if per_job == 1:
+        return []
+    text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
+    busy = min(tasks, workers)
+    if elements >= busy:
+        return [PreflightCheck("ok", subject, "workers", f"{text}.")]
+    text = (
+        f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
+    )
+    return [PreflightCheck("warning", subject, "workers", text)]
+
+
+def check_shares(
+    subject: str, names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int
+) -> PreflightCheck:
+    """Whether each task has input, and no task has so much that the others wait for it.
+
+    Args:
+        names: the files of the input, in datatrove's order.
+        sizes: their bytes; None if unknown, or if something else than the size decides how much of them is read.
+        workers: how many tasks run at once.
+    """
+    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
+    bytes_read = [grown(name, size) for name, size in zip(names, sizes or [], strict=False)]
+    shares = _shares(bytes_read, tasks) if any(bytes_read) else []
+    idle = shares.count(0) if shares else max(0, tasks - len(names))
+    if idle:
+        return PreflightCheck("warning", subject, "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
+    if tasks == 1 or sizes is None or not shares:
+        return PreflightCheck("ok", subject, "shares", f"{text}.")
+    share, longer = f"holds {_largest(shares)} of the bytes", _times_longer(shares, workers)
+    if longer < _LONGER:
+        return PreflightCheck("ok", subject, "shares", f"{text}; the largest task {share}.")
+    rank = shares.index(max(shares))
+    number = _better_number(bytes_read, tasks, workers)
+    text = (
+        f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
+        f"as long as with equal tasks. {number or _split(names, sizes, rank, tasks)} Do it before the first start."
+    )
+    return PreflightCheck("warning", subject, "shares", text)
+
+
+def _shares(sizes: Sequence[int], tasks: int) -> list[int]:
+    """The bytes of each task."""
+    return [sum(sizes[rank::tasks]) for rank in range(tasks)]
+
+
+def _times_longer(shares: Sequence[int], workers: int) -> float:
+    """How many times longer the largest task takes than a run in which all workers are busy to the end."""
+    return max(shares) * workers / sum(shares)
+
+
+def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:
+    """The tasks without input, and what to do."""
+    said, empty = f"{idle} of {tasks} tasks have no input: {text}", sizes.count(0)
+    if not empty:
+        return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
+    said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
+    return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
+
+
+def _better_number(sizes: Sequence[int], tasks: int, workers: int) -> str:
+    """A larger number of tasks, if one divides the input well."""
+    for number in [*range(tasks + 1, tasks + 1 + _TRIED), 2 * tasks, 4 * tasks, len(sizes)]:
+        if tasks < number <= len(sizes):
+            shares = _shares(sizes, number)
+            if all(shares) and _times_longer(shares, workers) < _LONGER:
+                return f"Set tasks to {number}: then the largest holds {_largest(shares)} of the bytes."
+    return ""
+
+
+def _split(names: Sequence[str], sizes: Sequence[int], rank: int, tasks: int) -> str:
+    """Advice for a file that is too large for any number of tasks."""
+    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
+    return f"Split {name!r} ({byte_size(size)}) into files of about {byte_size(sum(sizes) / tasks)}."
+
+
+def _largest(shares: Sequence[int]) -> str:
+    share = 100 * max(shares) / sum(shares)
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"

@@ -18,6 +18,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.remote_errors import failure_text, file_system_call
@@ -72,13 +73,6 @@ class UploadCost:
 
 
 # The local disk ------------------------------------------------------------------------------------------------------
-
-
-def existing_part(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 @contextmanager

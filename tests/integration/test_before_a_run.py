@@ -23,10 +23,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor, probes
 from datatrove_ckpt.preflight.checks import check_remote
+from datatrove_ckpt.preflight.doctor import estimate
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE
-from datatrove_ckpt.preflight.space import estimate
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import documents, runner

@@ -20,8 +20,8 @@ from datatrove_ckpt.output import hub_errors
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_errors import Patience, advised_seconds, hub_failure, is_final, waiting_text
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.preflight import hub_limits
-from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
+from datatrove_ckpt.preflight import doctor
+from datatrove_ckpt.preflight.doctor import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.remote_errors import FileSystemFailed
 
@@ -239,9 +239,7 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(
-        hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-    )
+    monkeypatch.setattr(doctor, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1)))
 
 
 @pytest.mark.parametrize(("free", "state"), [(100 << 30, "ok"), (1 << 20, "warning")])
@@ -252,7 +250,7 @@ def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert check.state == state
     # journal and staged file: document and answer; request cache: answer
     need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
-    assert f"an hour needs up to {hub_limits.byte_size(need)}" in check.message
+    assert f"an hour needs up to {doctor.byte_size(need)}" in check.message
     assert "26 documents per second and task, as given" in check.message
     assert ("It is full after" in check.message) == (state == "warning")
 

@@ -38,10 +38,10 @@ ROOMS = {
     " inference.servers output readers",
     "runner": "errors redaction config rollouts process checkpoint output generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
-    "preflight": "errors formatting redaction remote_errors config documents process checkpoint inference.servers"
-    " output readers generation runner maintenance",
+    "preflight": "errors formatting redaction remote_errors config documents process checkpoint mirror"
+    " inference.servers output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction remote_errors config process checkpoint readers generation runner maintenance"
+    "cli": "errors formatting redaction remote_errors config process checkpoint readers runner maintenance"
     " preflight executor",
     "testing": "errors checkpoint mirror",
 }

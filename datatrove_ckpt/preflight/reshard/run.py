@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.layout import (
@@ -24,17 +25,18 @@ from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.dealing import deal
 from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move
 from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_files
 from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
 from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
@@ -76,7 +78,7 @@ class Resharded:
     resumed: bool = False
 
 
-def reshard(executor: Any, tasks: int, dry_run: bool = False) -> Resharded:
+def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Resharded:
     """Deals what is left of a run out to another number of tasks.
 
     Args:
@@ -90,23 +92,24 @@ def reshard(executor: Any, tasks: int, dry_run: bool = False) -> Resharded:
         CkptError: the checkpoint, the output or the input is not as it should be; see ``check_before_run``.
         OSError: the input cannot be listed.
     """
-    steps, runner = _pipeline(executor, tasks)
+    plan = RunPlan.of(executor)
+    steps, runner = _pipeline(plan, tasks)
     root = runner.checkpoints_root
     if not root.is_dir() or not rank_numbers(root):
         raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
     if ReshardPlan.read(root) is None:
-        check_all_here(root, executor.world_size)
+        check_all_here(root, plan.tasks)
         check_fork(root)
-        check_job(executor, dry_run=True, deals_out=True)
-        check_inputs_unchanged(executor)
-        every, logs = range(executor.world_size), executor.logging_dir.resolve_paths("")
-        check_output_of_run(runner.output_writer, root, logs, executor.world_size, first_starts=every)
+        check_job(plan, dry_run=True, deals_out=True)
+        check_inputs_unchanged(plan)
+        every, logs = range(plan.tasks), plan.logging_dir.resolve_paths("")
+        check_output_of_run(runner.output_writer, root, logs, plan.tasks, first_starts=every)
         check_retries(root)
     finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
-    with _locked(root, executor.world_size) as locks:
-        if (plan := ReshardPlan.read(root)) is not None:
-            return _resume(executor, runner, plan, locks, tasks, dry_run)
-        return _Reshard(executor, steps, runner, root, tasks, finished).run(locks, dry_run)
+    with _locked(root, plan.tasks) as locks:
+        if (begun := ReshardPlan.read(root)) is not None:
+            return _resume(plan, runner, begun, locks, tasks, dry_run)
+        return _Reshard(plan, steps, runner, root, tasks, finished).run(locks, dry_run)
 
 
 class _HeldLocks:
@@ -128,34 +131,27 @@ def _locked(root: Path, tasks: int) -> Iterator[_HeldLocks]:
 
 
 def _resume(
-    executor: Any, runner: InferenceRunner, plan: ReshardPlan, locks: _HeldLocks, tasks: int, dry_run: bool
+    plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan, locks: _HeldLocks, tasks: int, dry_run: bool
 ) -> Resharded:
     if not dry_run:
-        _carry_out(executor, runner, plan)
-        locks.plan = plan
-    if plan.tasks != tasks:
+        _carry_out(plan, runner, begun)
+        locks.plan = begun
+    if begun.tasks != tasks:
         raise CheckpointMismatch(
-            f"An interrupted reshard to {plan.tasks} tasks {'comes' if dry_run else 'came'} first"
+            f"An interrupted reshard to {begun.tasks} tasks {'comes' if dry_run else 'came'} first"
             f"{'' if dry_run else ', and is done now'}. Run the same command again for {tasks} tasks."
         )
-    return Resharded(plan.before, plan.tasks, resumed=True)
+    return Resharded(begun.before, begun.tasks, resumed=True)
 
 
-def _carry_out(executor: Any, runner: InferenceRunner, plan: ReshardPlan) -> None:
-    forget, remove = partial(_forget_marker, executor), partial(remove_output, runner.output_writer)
-    carry_out(runner.checkpoints_root, plan, forget, remove)
-
-
-def _forget_marker(executor: Any, rank: int) -> None:
-    name = f"completions/{rank:05d}"
-    if executor.logging_dir.isfile(name):
-        executor.logging_dir.rm(name)
+def _carry_out(plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan) -> None:
+    carry_out(runner.checkpoints_root, begun, plan.forget, partial(remove_output, runner.output_writer))
 
 
 # what can be dealt out ---------------------------------------------------------------------------------------------
 
 
-def _pipeline(executor: Any, tasks: int) -> tuple[list[Any], InferenceRunner]:
+def _pipeline(plan: RunPlan, tasks: int) -> tuple[list[Any], InferenceRunner]:
     """The steps before the runner, and the runner.
 
     Raises:
@@ -163,17 +159,17 @@ def _pipeline(executor: Any, tasks: int) -> tuple[list[Any], InferenceRunner]:
     """
     if tasks < 1:
         raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
-    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
-    if len(runners) != 1 or runners[0].checkpoints_local_dir is None:
+    runners = plan.runners
+    if len(runners) != 1 or runners[0].step.checkpoints_local_dir is None:
         raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
-    runner, steps = runners[0], list(executor.pipeline[: executor.pipeline.index(runners[0])])
-    if why := _why_not(steps, runner, executor):
+    runner, steps = runners[0].step, list(runners[0].before)
+    if why := _why_not(steps, runner, plan.tasks):
         raise ConfigError(f"reshard: {why}")
     check_rank_in_template(runner.output_writer, tasks)
     return steps, runner
 
 
-def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> str:
+def _why_not(steps: Sequence[Any], runner: InferenceRunner, tasks: int) -> str:
     """Why what is left cannot be dealt out, and what to do; "" if it can."""
     readers = [step for step in steps if isinstance(step, SeekingReader)]
     if len(readers) != 1 or steps[0] is not readers[0]:
@@ -194,7 +190,7 @@ def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> st
     for step in steps:
         if not isinstance(step, PipelineStep) and not callable(step):
             return f"{step!r} is a list of documents, which every task reads."
-        documents = step(documents, 0, executor.world_size)
+        documents = step(documents, 0, tasks)
     stateful = [] if runner.seek else stateful_steps(documents)
     if stateful:
         return (
@@ -212,19 +208,19 @@ class _Reshard:
 
     def __init__(
         self,
-        executor: Any,
+        plan: RunPlan,
         steps: Sequence[Any],
         runner: InferenceRunner,
         root: Path,
         tasks: int,
         finished: Collection[int],
     ) -> None:
-        self._executor = executor
+        self._plan = plan
         self._steps = steps
         self._reader: Any = steps[0]
         self._runner = runner
         self._root = root
-        self._before: int = executor.world_size
+        self._before = plan.tasks
         self._tasks = tasks
         self._shares = read_shares(root)
         self._inputs: Inputs = list_input(self._reader)
@@ -255,7 +251,7 @@ class _Reshard:
             if not (self._root / RESHARD_PLAN).exists():
                 staging.abandon()
         locks.plan = plan
-        _carry_out(self._executor, self._runner, plan)
+        _carry_out(self._plan, self._runner, plan)
         return self._report
 
     def _rank_numbers(self) -> list[int]:

@@ -30,9 +30,8 @@ from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.shared_context import shared_arguments
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared
+from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.warm import one_rank

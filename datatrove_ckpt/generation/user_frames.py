@@ -36,7 +36,7 @@ def raised_at(error: BaseException) -> str:
 def called_at() -> str:
     """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
     for frame, line in walk_stack(sys._getframe()):
-        if not _is_ours(frame.f_code):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
             return "" if frame.f_code.co_filename.startswith(_INSTALLED) else _place(frame.f_code, line)
     return ""
 

@@ -36,7 +36,7 @@ ROOMS = {
     "torch": "errors readers",
     "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
-    "runner": "errors redaction config rollouts process checkpoint output generation",
+    "runner": "redaction process generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
     "preflight": "errors formatting redaction remote_errors config documents process checkpoint mirror"
     " inference.servers output readers generation runner maintenance",

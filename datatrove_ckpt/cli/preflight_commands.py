@@ -22,7 +22,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
 
     with log_disabled("datatrove", "datatrove_ckpt"):
-        checks = examine(executor, arguments.documents_per_second)
+        checks = list(examine(executor, arguments.documents_per_second))
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:

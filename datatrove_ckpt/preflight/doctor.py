@@ -10,9 +10,9 @@ import json
 import math
 import os
 import posixpath
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -41,9 +41,10 @@ from datatrove_ckpt.output.names import fields_of_documents, writer_name
 from datatrove_ckpt.output.trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
+    Finding,
     Need,
-    PreflightCheck,
     State,
+    about,
     check_checkpoints,
     check_local_output,
     check_remote,
@@ -65,113 +66,106 @@ _ANSWER = {
 }
 
 
-def examine(executor: PipelineExecutor, documents_per_second: float | None = None) -> list[PreflightCheck]:
+@dataclass
+class Look:
+    """What the checks look at.
+
+    Attributes:
+        documents_per_second: of one task, for the room that it needs while the hub refuses commits; None: not given.
+        sample: of the input, once it has been read.
+    """
+
+    plan: RunPlan
+    documents_per_second: float | None
+    sample: Sample = field(default_factory=Sample)
+
+    def needs(self, step: InferenceRunner) -> Needs:
+        most, remote = most_documents(step.config), not step.output_writer.output_folder.is_local()
+        return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
+
+
+def examine(executor: PipelineExecutor, documents_per_second: float | None = None) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem.
 
     Args:
-        documents_per_second: of one task, for the room that it needs while the hub refuses commits.
+        documents_per_second: see ``Look``.
     """
-    plan = RunPlan.of(executor)
-    checks = _guarded("pipeline", lambda: _check_steps(plan))
-    checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", plan.logging_dir)])
-    sample = Sample()
+    look = Look(plan := RunPlan.of(executor), documents_per_second)
+    yield from about("pipeline", _check_steps(plan))
+    yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
         place = f"pipeline[{index}] " if len(runners) > 1 else ""
         if isinstance(step, BaseReader):
-            found, first = check_input(f"{place}input", step, plan.tasks, plan.at_once, plan.waits)
-            checks += found
-            sample = sample if sample.number else first
+            checks, sample = check_input(step, plan.tasks, plan.at_once, plan.waits)
+            yield from about(f"{place}input", checks)
+            look.sample = look.sample if look.sample.number else sample
         if (runner := runners.get(index)) is not None:
-            found = _check_runner(place, runner, sample, plan)
-            unreachable += [index] if _is_unreachable(f"{place}output", found) else []
-            checks += found
-            checks += _check_hub(place, runner.step, sample, plan, documents_per_second)
-    checks += _guarded("job", lambda: check_workers("job", plan))
-    return [*checks, *_guarded("job", lambda: check_earlier_runs(plan, unreachable))]
+            found = list(check_runner(look, place, runner))
+            if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
+                unreachable.append(index)
+            yield from found
+    yield from about("job", check_workers(plan))
+    yield from about("job", check_earlier_runs(plan, unreachable))
 
 
-def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
-    try:
-        return check()
-    except CkptError as error:
-        return [PreflightCheck("problem", subject, "checked", str(error))]
-    except Exception as error:  # a list of all problems is worth more than the traceback of one
-        return [PreflightCheck("problem", subject, "checked", f"this could not be checked: {error_text(error)}.")]
-
-
-def _is_unreachable(subject: str, checks: list[PreflightCheck]) -> bool:
-    return any((check.state, check.subject, check.what) == ("problem", subject, "reachable") for check in checks)
-
-
-def _check_steps(plan: RunPlan) -> list[PreflightCheck]:
+def _check_steps(plan: RunPlan) -> Iterator[Finding]:
     check_steps(plan)
-    return []
+    yield from ()
 
 
-def _check_runner(place: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
-    step = runner.step
-    server, checkpoints, output = f"{place}server", f"{place}checkpoints", f"{place}output"
-    checks = _guarded(server, lambda: _check_server(server, step.config))
-    checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, plan))
-    checks += _guarded(output, lambda: _check_output(output, runner, sample, plan))
-    checks += _guarded(output, lambda: [_check_writer(output, step, sample)])
-    if step.output_writer.output_folder.is_local() and sample.documents:
-        checks += _guarded(output, lambda: [_check_space(output, runner, sample, plan)])
-    remote, monitoring = step.checkpoints_remote_dir, step.monitoring
+def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
+    """The checks of what one runner names. ``place``: stands before the subjects."""
+    step, remote = runner.step, runner.step.checkpoints_remote_dir
+    yield from about(f"{place}server", _check_server(step.config))
+    yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
+    for check in (_check_output, _check_writer, _check_space):
+        yield from about(f"{place}output", check(look, runner))
     if remote is not None:
-        checks += _guarded(f"{place}mirror", lambda: [_check_mirror(f"{place}mirror", remote)])
-    if monitoring.wants_metrics or monitoring.wants_tracking:
-        checks += _guarded(f"{place}monitoring", lambda: [_check_monitoring(f"{place}monitoring", monitoring)])
-    return checks
+        yield from about(f"{place}mirror", _check_mirror(remote))
+    if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
+        yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
+    if (hub := hub_folder_of(step.output_writer)) is not None:
+        yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
+        if step.checkpoints_local_dir is not None:
+            yield from about(f"{place}checkpoints", _check_refusals(look, step))
 
 
-def _check_server(subject: str, config: Any) -> list[PreflightCheck]:
-    ready = check_server(subject, config)
-    checks = [ready, check_open_files(subject, config)]
+def _check_server(config: Any) -> Iterator[Finding]:
+    ready = check_server(config)
+    yield ready
+    yield check_open_files(config)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
-        checks += check_endpoints(subject, config)
-    return checks
+        yield from check_endpoints(config)
 
 
-def _needs(step: InferenceRunner, sample: Sample, plan: RunPlan) -> Needs:
-    return estimate(
-        sample,
-        answer_bytes(step),
-        step.records_per_chunk,
-        most_documents(step.config),
-        plan.at_once,
-        stages_remotely=not step.output_writer.output_folder.is_local(),
-    )
-
-
-def _check_checkpoints(subject: str, step: InferenceRunner, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
+def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
-        text = "none: a run that dies starts over. Set checkpoints_local_dir."
-        return [PreflightCheck("warning", subject, "folder", text)]
-    folder, need, mirrored = step.checkpoints_root, _needs(step, sample, plan).checkpoints, step.checkpoints_remote_dir
-    return check_checkpoints(subject, folder, step.sync_seconds, need, mirrored is not None, not plan.is_local)
+        yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
+        return
+    folder, need, mirrored = step.checkpoints_root, look.needs(step).checkpoints, step.checkpoints_remote_dir
+    yield from check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, not look.plan.is_local)
 
 
-def _check_output(subject: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> list[PreflightCheck]:
-    step = runner.step
-    output = step.output_writer.output_folder
-    if (hub := hub_folder_of(step.output_writer)) is not None:
-        return [_check_access(subject, runner, hub)]
-    if not output.is_local():
-        return [check_remote(subject, output)]
-    folder = Path(output.resolve_paths("")).absolute()
-    template = step.output_writer.output_filename.template
-    return check_local_output(subject, folder, template, _needs(step, sample, plan).output, not plan.is_local)
+def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    writer = runner.step.output_writer
+    if (hub := hub_folder_of(writer)) is not None:
+        yield _check_access(runner, hub)
+    elif not writer.output_folder.is_local():
+        yield from check_remote(writer.output_folder)
+    else:
+        folder = Path(writer.output_folder.resolve_paths("")).absolute()
+        need, template = look.needs(runner.step).output, writer.output_filename.template
+        yield from check_local_output(folder, template, need, not look.plan.is_local)
 
 
-def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> PreflightCheck:
+def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     """Writes a document to memory, with an answer that is made up."""
-    writer, name = step.output_writer, writer_name(step.output_writer)
-    document = decode(sample.first) if sample.first else Document(text="text", id="id")
+    step, writer, name = runner.step, runner.step.output_writer, writer_name(runner.step.output_writer)
+    document = decode(look.sample.first) if look.sample.first else Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         check_writable(writer, 0, encode(document), document.id)
@@ -179,82 +173,75 @@ def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> Prefli
         text = f"{name} cannot write a document with an answer that is made up: {error_text(error.__cause__ or error)}."
         text += " Correct it, unless real answers are different."
         # Those of datatrove write any document. But an adapter or a schema may want another answer than this one.
-        return PreflightCheck("warning" if name.startswith("datatrove.") else "problem", subject, "writer", text)
-    return PreflightCheck("ok", subject, "writer", f"{name} writes a document with an answer that is made up.")
+        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
+    else:
+        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
 
 
-def _check_hub(
-    place: str, step: InferenceRunner, sample: Sample, plan: RunPlan, documents_per_second: float | None
-) -> list[PreflightCheck]:
+def _check_rules_of_hub(look: Look, step: InferenceRunner, hub: HubFolder) -> Iterator[Finding]:
     """What the hub's rules mean for a job whose output is there."""
-    if (hub := hub_folder_of(step.output_writer)) is None:
-        return []
-    checkpoints, output, ranks = f"{place}checkpoints", f"{place}output", plan.at_once
-    checks = []
+    tasks, records = look.plan.tasks, step.records_per_chunk
     if not hub.is_bucket:
-        checks.append(check_commits(output, ranks, plan.tasks, step.hub_pace))
-    if sample.documents:
-        tasks, records = plan.tasks, step.records_per_chunk
-        chunks = tasks * math.ceil(sample.documents / tasks / records)
-        checks.append(check_files(output, step.output_writer, chunks, tasks, records))
-    if step.checkpoints_local_dir is not None:
-        given = documents_per_second
-
-        def refusals() -> list[PreflightCheck]:
-            rate = observed_rate(plan.logging_dir) if given is None else Rate(given, "as given")
-            folder = step.checkpoints_root
-            return [check_refusals(checkpoints, folder, sample, answer_bytes(step), ranks, rate)]
-
-        checks += _guarded(checkpoints, refusals)
-    return checks
+        yield check_commits(look.plan.at_once, tasks, step.hub_pace)
+    if look.sample.documents:
+        chunks = tasks * math.ceil(look.sample.documents / tasks / records)
+        yield check_files(step.output_writer, chunks, tasks, records)
 
 
-def _check_access(subject: str, runner: RunnerPlan, hub: HubFolder) -> PreflightCheck:
+def _check_refusals(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+    given = look.documents_per_second
+    rate = observed_rate(look.plan.logging_dir) if given is None else Rate(given, "as given")
+    yield check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, rate)
+
+
+def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
     private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
     try:
         found = within(REMOTE_SECONDS, lambda: check_access(hub, private, only_look=True, committed=committed), hub.url)
     except CkptError as error:
-        return PreflightCheck("problem", subject, "reachable", str(error))
-    return PreflightCheck("ok", subject, "reachable", found)
+        return Finding("problem", "reachable", str(error))
+    return Finding("ok", "reachable", found)
 
 
-def _check_space(subject: str, runner: RunnerPlan, sample: Sample, plan: RunPlan) -> PreflightCheck:
-    step, limit = runner.step, getattr(plan.pipeline[0], "limit", -1)
-    # A step in between, or an adapter of the user, may drop or shorten documents.
-    kept = runner.index == 1 and getattr(step.output_writer.adapter, "__func__", None) is DiskWriter._default_adapter
-    folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
-    return check_space(subject, folder, step, sample, limit * plan.tasks if limit > 0 else None, kept)
+def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    step, limit = runner.step, getattr(look.plan.pipeline[0], "limit", -1)
+    if step.output_writer.output_folder.is_local() and look.sample.documents:
+        adapter = getattr(step.output_writer.adapter, "__func__", None)
+        # A step in between, or an adapter of the user, may drop or shorten documents.
+        kept = runner.index == 1 and adapter is DiskWriter._default_adapter
+        folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
+        yield check_space(folder, step, look.sample, limit * look.plan.tasks if limit > 0 else None, kept)
 
 
-def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
+def _check_mirror(remote: str) -> Iterator[Finding]:
     try:
         folder = get_datafolder(remote)
     except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
-        return PreflightCheck("problem", subject, "reachable", f"checkpoints_remote_dir: {remote}: {error}")
-    return check_remote(subject, folder, deletes=True)
+        yield Finding("problem", "reachable", f"checkpoints_remote_dir: {remote}: {error}")
+    else:
+        yield from check_remote(folder, deletes=True)
 
 
-def _check_monitoring(subject: str, config: MonitoringConfig) -> PreflightCheck:
+def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
     if config.metrics_file is not None:
         folder = expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0")).parent
         if not folder.is_dir():
             text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
-            return PreflightCheck("warning", subject, "ready", text)
-    return PreflightCheck("ok", subject, "ready", "everything that it needs is installed here.")
+            yield Finding("warning", "ready", text)
+            return
+    yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
-def check_server(subject: str, config: Any) -> PreflightCheck:
+def check_server(config: Any) -> Finding:
     """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
     try:
         check_servers(config)
-        if config.server_type == "endpoint":
-            text = "the key is set, if the endpoint needs one."
-        else:
-            text = f"everything that {config.server_type} needs is installed here."
     except CkptError as error:
-        return PreflightCheck("problem", subject, "ready", str(error))
-    return PreflightCheck("ok", subject, "ready", text)
+        return Finding("problem", "ready", str(error))
+    if config.server_type == "endpoint":
+        return Finding("ok", "ready", "the key is set, if the endpoint needs one.")
+    return Finding("ok", "ready", f"everything that {config.server_type} needs is installed here.")
 
 
 # job checks -----------------------------------------------------------------------------------------------------------
@@ -266,69 +253,67 @@ _SHOWN_MODELS = 5
 _PATIENCE_SECONDS = 10.0
 
 
-def check_endpoints(subject: str, config: Any) -> list[PreflightCheck]:
+def check_endpoints(config: Any) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
         answers = within(REMOTE_SECONDS, lambda: asyncio.run(ask_endpoints(config)), "endpoint_url")
     except CkptError as error:
-        return [PreflightCheck("problem", subject, "endpoint", str(error))]
+        return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
-    return [_check_answer(subject, answer, config.model_name_or_path, silent) for answer in answers]
+    return [_check_answer(answer, config.model_name_or_path, silent) for answer in answers]
 
 
-def _check_answer(subject: str, answer: EndpointAnswer, model: str, silent: State) -> PreflightCheck:
+def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     if answer.refused:
         text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
-        return PreflightCheck("problem", subject, "endpoint", text)
+        return Finding("problem", "endpoint", text)
     if answer.cause:
         text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url."
-        return PreflightCheck(silent, subject, "endpoint", text)
+        return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
             "Otherwise correct endpoint_url."
         )
-        return PreflightCheck("warning", subject, "endpoint", text)
+        return Finding("warning", "endpoint", text)
     if model in answer.models:
-        return PreflightCheck("ok", subject, "endpoint", f"{answer.url} answers, and serves {model}.")
+        return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")
     text = f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct model_name_or_path."
-    return PreflightCheck("problem", subject, "endpoint", text)
+    return Finding("problem", "endpoint", text)
 
 
-def check_open_files(subject: str, config: Any) -> PreflightCheck:
+def check_open_files(config: Any) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = requests_at_once(config.max_concurrent_generations, config.servers)
     needed, allowed = files_needed(requests, config.servers), limits()[1]
     if allowed < needed:
-        return PreflightCheck("problem", subject, "open files", too_low(requests, needed, allowed))
+        return Finding("problem", "open files", too_low(requests, needed, allowed))
     text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
-    return PreflightCheck("ok", subject, "open files", text)
+    return Finding("ok", "open files", text)
 
 
-def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> list[PreflightCheck]:
+def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> Iterator[Finding]:
     """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
 
     Args:
         unreachable: indices of steps whose output folder cannot be reached, which is reported already.
     """
     output = partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)
-    return [
-        *_compared("job", "earlier runs", partial(check_job, plan, dry_run=True)),
-        *_compared("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-        *_compared("output", "of earlier runs", output),
-    ]
+    yield _compared("job", "earlier runs", partial(check_job, plan, dry_run=True))
+    yield _compared("input", "of finished tasks", partial(check_inputs_unchanged, plan))
+    yield _compared("output", "of earlier runs", output)
 
 
-def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> list[PreflightCheck]:
+def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> Finding:
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
-        return [PreflightCheck("problem", subject, what, str(error))]
+        return Finding("problem", what, str(error), subject)
     if not found or isinstance(found, int):
-        return [PreflightCheck("ok", subject, what, "nothing differs.")]
+        return Finding("ok", what, "nothing differs.", subject)
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
-    return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]
+    return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
 
 
 # Space ----------------------------------------------------------------------------------------------------------------
@@ -395,8 +380,8 @@ def estimate(
 
 
 def check_space(
-    subject: str, folder: Path, step: InferenceRunner, sample: Sample, at_most: int | None, documents_kept: bool
-) -> PreflightCheck:
+    folder: Path, step: InferenceRunner, sample: Sample, at_most: int | None, documents_kept: bool
+) -> Finding:
     """Compares the free space with an estimate of the whole output, less what an earlier run has written.
 
     The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
@@ -422,7 +407,7 @@ def check_space(
     if smaller > 1:
         text += f", compressed output by 1/{smaller}"
     advice = "" if state == "ok" else " Free some space, or choose another output_folder."
-    return PreflightCheck(state, subject, "space", f"{text}.{advice}")
+    return Finding(state, "space", f"{text}.{advice}")
 
 
 def _is_compressed(writer: Any) -> bool:
@@ -441,7 +426,7 @@ _HOURS_OF_COMMITS = 24
 _TASKS_OBSERVED = 20
 
 
-def check_commits(subject: str, ranks: int, tasks: int, pace: CommitPace) -> PreflightCheck:
+def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
     """Compares the commits of a job with what it may make in an hour.
 
     Args:
@@ -467,7 +452,7 @@ def check_commits(subject: str, ranks: int, tasks: int, pace: CommitPace) -> Pre
             f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
             f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
         )
-    return PreflightCheck(state, subject, "commits", text)
+    return Finding(state, "commits", text)
 
 
 @dataclass(frozen=True)
@@ -512,9 +497,7 @@ def _total(stat: Any) -> float:
     return float(stat["total"] if isinstance(stat, dict) else stat)
 
 
-def check_refusals(
-    subject: str, folder: Path, sample: Sample, answer: int | None, ranks: int, rate: Rate
-) -> PreflightCheck:
+def check_refusals(folder: Path, sample: Sample, answer: int | None, ranks: int, rate: Rate) -> Finding:
     """Compares the free bytes with what piles up in an hour in which the hub takes no commit.
 
     Args:
@@ -527,7 +510,7 @@ def check_refusals(
     free = status.f_bavail * status.f_frsize
     if not sample.number:
         text = f"{byte_size(free)} free; what an hour needs {what} cannot be estimated: no document could be read."
-        return PreflightCheck("ok", subject, "room for refusals", text)
+        return Finding("ok", "room for refusals", text)
     # The journal and the staged file hold document and answer, the request cache the answer.
     each = 2 * (sample.mean + (answer or 0)) + (answer or 0)
     answers = "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
@@ -535,7 +518,7 @@ def check_refusals(
     if rate.documents is None:
         text = f"{byte_size(free)} free; {what}, an hour of 1 document per second and task needs "
         text += f"{byte_size(each * ranks * HOUR)} ({basis}). Give --documents-per-second to have it compared."
-        return PreflightCheck("ok", subject, "room for refusals", text)
+        return Finding("ok", "room for refusals", text)
     need = int(each * ranks * rate.documents * HOUR)
     state: State = "ok" if free >= need else "warning"
     text = f"{byte_size(free)} free; {what}, an hour needs up to {byte_size(need)}: {basis}, "
@@ -543,10 +526,10 @@ def check_refusals(
     if state == "warning":
         hours = free / need * HOUR
         text += f" It is full after {duration(hours)}; then the job waits, and goes on by itself. Free some space."
-    return PreflightCheck(state, subject, "room for refusals", text)
+    return Finding(state, "room for refusals", text)
 
 
-def check_files(subject: str, writer: Any, chunks: int, tasks: int, records_per_chunk: int) -> PreflightCheck:
+def check_files(writer: Any, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
     """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
     folders = _folders(writer.output_filename, chunks, tasks)
     in_folder = None if folders is None else math.ceil(chunks / folders)
@@ -560,11 +543,11 @@ def check_files(subject: str, writer: Any, chunks: int, tasks: int, records_per_
         advice.append(f"more than {FILES_PER_FOLDER} in a folder")
         factor = max(factor, in_folder / FILES_PER_FOLDER)
     if not advice:
-        return PreflightCheck("ok", subject, "files", f"{text}.")
+        return Finding("ok", "files", f"{text}.")
     records = _round_up(records_per_chunk * factor)
     text += f". The hub becomes slow with {' and with '.join(advice)}. Set records_per_chunk to {records} or more"
     text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
-    return PreflightCheck("warning", subject, "files", text)
+    return Finding("warning", "files", text)
 
 
 def _folders(template: Template, chunks: int, tasks: int) -> int | None:

@@ -15,7 +15,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.preflight.checks import PreflightCheck, within
+from datatrove_ckpt.preflight.checks import Finding, within
 from datatrove_ckpt.preflight.inputs import check_codecs
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -61,9 +61,7 @@ class Sample:
         return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
-def check_input(
-    subject: str, reader: Any, tasks: int, workers: int = 1, waits: bool = False
-) -> tuple[list[PreflightCheck], Sample]:
+def check_input(reader: Any, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
 
     Args:
@@ -71,10 +69,10 @@ def check_input(
         waits: another executor will create the input.
     """
     if waits:
-        return [PreflightCheck("ok", subject, "readable", "is not read: another executor will create it.")], Sample()
+        return [Finding("ok", "readable", "is not read: another executor will create it.")], Sample()
     if not isinstance(reader, BaseDiskReader):
         text = "is not read: only readers of files are tested."
-        return [PreflightCheck("ok", subject, "readable", text)], Sample()
+        return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
     is_dataset, whole = isinstance(reader, HuggingFaceDatasetReader), reader
     if is_dataset:
@@ -86,26 +84,26 @@ def check_input(
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except (RemoteFailed, CkptError) as error:
-        return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
+        return [Finding("problem", "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
-        return [PreflightCheck("problem", subject, "readable", text)], Sample()
+        return [Finding("problem", "readable", text)], Sample()
     if not sample.number and names and not sample.input_bytes:
-        return [PreflightCheck("warning", subject, "readable", f"{where}: all files are empty.")], sample
+        return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
-        return [PreflightCheck("problem", subject, "readable", text)], sample
+        return [Finding("problem", "readable", text)], sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
     # With a limit, a task reads as many documents of a large file as of a small one.
     known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        shares = PreflightCheck("ok", subject, "shares", equal)
+        shares = Finding("ok", "shares", equal)
     else:
-        shares = check_shares(subject, names, known, tasks, workers)
-    return [PreflightCheck("ok", subject, "readable", text), shares, *_name_refused(subject, names, sample)], sample
+        shares = check_shares(names, known, tasks, workers)
+    return [Finding("ok", "readable", text), shares, *_name_refused(names, sample)], sample
 
 
 def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
@@ -117,12 +115,12 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _name_refused(subject: str, names: list[str], sample: Sample) -> list[PreflightCheck]:
+def _name_refused(names: list[str], sample: Sample) -> list[Finding]:
     if not sample.refused:
         return []
     shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
     text = f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
-    return [PreflightCheck("warning", subject, "files", text)]
+    return [Finding("warning", "files", text)]
 
 
 def _list(reader: Any) -> tuple[list[str], list[int]]:
@@ -216,7 +214,7 @@ def grown(name: str, size: int) -> int:
     return size * (GROWTH if name.endswith(COMPRESSED) else 1)
 
 
-def check_workers(subject: str, plan: RunPlan) -> list[PreflightCheck]:
+def check_workers(plan: RunPlan) -> list[Finding]:
     """Whether ``tasks_per_job`` leaves workers without a task."""
     tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
     if per_job == 1:
@@ -224,16 +222,14 @@ def check_workers(subject: str, plan: RunPlan) -> list[PreflightCheck]:
     text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
     busy = min(tasks, workers)
     if elements >= busy:
-        return [PreflightCheck("ok", subject, "workers", f"{text}.")]
+        return [Finding("ok", "workers", f"{text}.")]
     text = (
         f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
     )
-    return [PreflightCheck("warning", subject, "workers", text)]
+    return [Finding("warning", "workers", text)]
 
 
-def check_shares(
-    subject: str, names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int
-) -> PreflightCheck:
+def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int) -> Finding:
     """Whether each task has input, and no task has so much that the others wait for it.
 
     Args:
@@ -246,19 +242,19 @@ def check_shares(
     shares = _shares(bytes_read, tasks) if any(bytes_read) else []
     idle = shares.count(0) if shares else max(0, tasks - len(names))
     if idle:
-        return PreflightCheck("warning", subject, "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
+        return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
     if tasks == 1 or sizes is None or not shares:
-        return PreflightCheck("ok", subject, "shares", f"{text}.")
+        return Finding("ok", "shares", f"{text}.")
     share, longer = f"holds {_largest(shares)} of the bytes", _times_longer(shares, workers)
     if longer < _LONGER:
-        return PreflightCheck("ok", subject, "shares", f"{text}; the largest task {share}.")
+        return Finding("ok", "shares", f"{text}; the largest task {share}.")
     rank = shares.index(max(shares))
     number = _better_number(bytes_read, tasks, workers)
     text = (
         f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
         f"as long as with equal tasks. {number or _split(names, sizes, rank, tasks)} Do it before the first start."
     )
-    return PreflightCheck("warning", subject, "shares", text)
+    return Finding("warning", "shares", text)
 
 
 def _shares(sizes: Sequence[int], tasks: int) -> list[int]:

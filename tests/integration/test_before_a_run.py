@@ -22,7 +22,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor, probes
-from datatrove_ckpt.preflight.checks import PreflightCheck, check_remote
+from datatrove_ckpt.preflight.checks import Finding, check_remote
 from datatrove_ckpt.preflight.doctor import estimate
 from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
@@ -182,14 +182,14 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
     folder = DataFolder("memory://doctor/kept")
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "rm_file", keep)
-        states = [check_remote("bucket", folder).state, check_remote("bucket", folder, deletes=True).state]
+        states = [found.state for deletes in (False, True) for found in check_remote(folder, deletes)]
     assert states == ["warning", "problem"]
     folder.rm("", recursive=True)
 
 
-def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[PreflightCheck]:
+def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
     plan = RunPlan.of(LocalPipelineExecutor([step], logging_dir=str(folder)))
-    return doctor._check_runner("", plan.runners[0], sample, plan)
+    return list(doctor.check_runner(doctor.Look(plan, None, sample), "", plan.runners[0]))
 
 
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:
@@ -211,7 +211,8 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> 
         def resolve_paths(self, path: str) -> str:
             return "hf://datasets/me/answers"
 
-    assert check_remote("output", Repository()).message.endswith("each write would be a commit in its history.")
+    [found] = check_remote(Repository())
+    assert found.message.endswith("each write would be a commit in its history.")
 
 
 # Beside a run --------------------------------------------------------------------------------------------------------

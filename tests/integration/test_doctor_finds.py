@@ -80,7 +80,7 @@ def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
     from datatrove_ckpt.preflight.doctor import check_endpoints
 
     config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
-    assert [check.state for check in check_endpoints("server", config)] == ["ok", "warning"]
+    assert [check.state for check in check_endpoints(config)] == ["ok", "warning"]
 
 
 @pytest.mark.matrix
@@ -177,7 +177,7 @@ def test_tasks_per_job_that_leaves_workers_without_work(
 ) -> None:
     executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job, pipeline=[], logging_dir=None)
     plan = RunPlan.of(executor)
-    checks = check_workers("job", plan)
+    checks = check_workers(plan)
     assert [check.state for check in checks] == ([state] if state else [])
     assert all(check.message.endswith(text) for check in checks)
     assert plan.at_once <= -(-tasks // per_job)

@@ -228,7 +228,7 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
 
 
 def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
-    few, many = (check_commits("output", at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
+    few, many = (check_commits(at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
     assert (few.state, many.state) == ("ok", "ok")
     assert few.message == (
         "about 48 per hour: 3 tasks at once, a commit of each at least every 5 min (hub_commit_seconds). All together "
@@ -246,7 +246,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, state: str) -> None:
     with_free(monkeypatch, free)
     sample = Sample(number=10, mean=2048)
-    check = check_refusals("checkpoints", tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
+    check = check_refusals(tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
     assert check.state == state
     # journal and staged file: document and answer; request cache: answer
     need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
@@ -256,7 +256,7 @@ def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Path) -> None:
-    check = check_refusals("checkpoints", tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
+    check = check_refusals(tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
     assert check.state == "ok"
     assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
     assert "--documents-per-second" in check.message
@@ -295,6 +295,6 @@ IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk
 def test_numbers_of_files(
     tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
 ) -> None:
-    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
     assert check.state == state
     assert check.message == says if state == "ok" else says in check.message

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVarTuple
 
 import orjson
+import xxhash
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
@@ -31,7 +32,6 @@ from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.generation.seeds import request_seed
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -305,3 +305,19 @@ def _to_json(completion: Completion) -> bytes:
         "reasoning": completion.reasoning,
     }
     return trim(orjson.dumps(fields))
+
+
+def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:
+    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all take: 0 to 2**31 - 1.
+
+    Engines that honour seeds then sample the same when a request is sent again, after a kill or a server's death. One
+    seed for all would not do: two rollouts of a document, or two equal calls of one, would be one sample.
+
+    Args:
+        seed: the run's, ``InferenceConfig.seed``.
+        ordinal, doc_id: the document. Ids may repeat in an input, on purpose: the ordinal tells them apart.
+        digest: the payload's, without a seed. The n-th call would depend on the order of parallel calls.
+        occurrence: counts equal payloads within one rollout, from 0.
+    """
+    request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
+    return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)

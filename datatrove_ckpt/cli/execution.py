@@ -36,11 +36,9 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.remote_errors import file_system_call
-from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
@@ -119,19 +117,19 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
     """Runs the executor, or submits it, and prints the last line."""
-    kept = [runner.step for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
+    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
-        say(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
+        say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
         return
     is_ray = isinstance(executor, RayPipelineExecutor)
-    marked = _marked(plan) if is_ray and not executor.skip_completed else {}
+    marked = plan.marked() if is_ray and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
     if is_ray:
         _refuse_what_is_left(plan, marked)
     checked = check_after_run(executor)
-    for step in kept:
-        say(closing_line(step, command, checked))
+    for runner in kept:
+        say(closing_line(runner, command, checked))
 
 
 def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
@@ -154,15 +152,7 @@ def _interrupted(interruption: Interruption, command: str) -> int:
     return 128 + number
 
 
-def _marked(plan: RunPlan) -> dict[str, Any]:
-    """When each task was marked as complete, by the marker's path; without those of file systems that do not tell."""
-    with file_system_call():
-        found = plan.logging_dir.find("completions", detail=True)
-    times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
-    return {name: time for name, time in times.items() if time is not None}
-
-
-def _refuse_what_is_left(plan: RunPlan, marked: dict[str, Any]) -> None:
+def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     """Ray's executor returns normally although tasks failed.
 
     Args:
@@ -171,7 +161,7 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, Any]) -> None:
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = _marked(plan) if marked else {}
+    now = plan.marked() if marked else {}
     old = {name for name, time in marked.items() if now.get(name) == time}
     anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
     left = sorted({*plan.incomplete(skip_completed=True), *anew})
@@ -270,9 +260,9 @@ def _end_children() -> None:
 # The last line of ``run``: what all ranks and all attempts have done, and what to do next.
 
 
-def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
+def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked."""
-    root = step.checkpoints_root
+    root = runner.step.checkpoints_root
     state = read_run_state(Place(str(root), root, str(root)))
     counts = _counts(state, root)
     skipped = SkippedLines()
@@ -285,7 +275,7 @@ def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
             f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
             "start again with another checkpoints_local_dir and logging_dir."
         )
-    folder = step.output_writer.output_folder.resolve_paths("")
+    folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
     work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
@@ -294,7 +284,7 @@ def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
-        f"{_next_step(step, counts, command)}"
+        f"{_next_step(runner, counts, command)}"
     )
 
 
@@ -349,14 +339,14 @@ def _verify(checkpoints: Path | str) -> str:
     return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
 
 
-def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> str:
+def _next_step(runner: RunnerPlan, counts: DocumentCounts, command: str) -> str:
     if counts.dead:
         retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
         return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {_verify(_typed(step))}"
+    return f"To check the files: {_verify(_typed(runner))}"
 
 
-def _typed(step: InferenceRunner) -> str:
+def _typed(runner: RunnerPlan) -> str:
     """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
-    given = str(step.checkpoints_local_dir)
-    return str(step.checkpoints_root) if given.startswith("~") or "$" in given else given
+    given = str(runner.step.checkpoints_local_dir)
+    return str(runner.step.checkpoints_root) if given.startswith("~") or "$" in given else given

@@ -1,6 +1,6 @@
 """``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs.
 
-The checks change nothing; ``cli/preflight_commands.py`` prints them.
+The checks change nothing; ``cli/run.py`` prints them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
-from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
@@ -132,7 +132,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
             yield from about(f"{place}checkpoints", _check_refusals(look, step))
 
 
-def _check_server(config: Any) -> Iterator[Finding]:
+def _check_server(config: InferenceConfig) -> Iterator[Finding]:
     ready = check_server(config)
     yield ready
     yield check_open_files(config)
@@ -233,7 +233,7 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
-def check_server(config: Any) -> Finding:
+def check_server(config: InferenceConfig) -> Finding:
     """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
     try:
         check_servers(config)
@@ -253,7 +253,7 @@ _SHOWN_MODELS = 5
 _PATIENCE_SECONDS = 10.0
 
 
-def check_endpoints(config: Any) -> list[Finding]:
+def check_endpoints(config: InferenceConfig) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
         answers = within(REMOTE_SECONDS, lambda: asyncio.run(ask_endpoints(config)), "endpoint_url")
@@ -283,7 +283,7 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     return Finding("problem", "endpoint", text)
 
 
-def check_open_files(config: Any) -> Finding:
+def check_open_files(config: InferenceConfig) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = requests_at_once(config.max_concurrent_generations, config.servers)
     needed, allowed = files_needed(requests, config.servers), limits()[1]
@@ -410,7 +410,7 @@ def check_space(
     return Finding(state, "space", f"{text}.{advice}")
 
 
-def _is_compressed(writer: Any) -> bool:
+def _is_compressed(writer: DiskWriter) -> bool:
     return writer.output_mg.compression not in (None, "infer") or writer.output_filename.template.endswith(_COMPRESSED)
 
 
@@ -463,7 +463,7 @@ class Rate:
     source: str = ""
 
 
-def observed_rate(logging_dir: Any) -> Rate:
+def observed_rate(logging_dir: DataFolder) -> Rate:
     """The mean rate of finished tasks, as datatrove's stats in an executor's ``logging_dir`` have it.
 
     Raises:
@@ -529,7 +529,7 @@ def check_refusals(folder: Path, sample: Sample, answer: int | None, ranks: int,
     return Finding(state, "room for refusals", text)
 
 
-def check_files(writer: Any, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
+def check_files(writer: DiskWriter, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
     """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
     folders = _folders(writer.output_filename, chunks, tasks)
     in_folder = None if folders is None else math.ceil(chunks / folders)

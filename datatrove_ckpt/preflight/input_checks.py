@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
-from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
@@ -61,7 +61,7 @@ class Sample:
         return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
-def check_input(reader: Any, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
+def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
 
     Args:
@@ -123,7 +123,7 @@ def _name_refused(names: list[str], sample: Sample) -> list[Finding]:
     return [Finding("warning", "files", text)]
 
 
-def _list(reader: Any) -> tuple[list[str], list[int]]:
+def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
     folder = reader.data_folder
     is_listed = not reader.paths_file and not isinstance(reader, HuggingFaceDatasetReader)
@@ -138,13 +138,13 @@ def _list(reader: Any) -> tuple[list[str], list[int]]:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
+def _read_some(reader: BaseDiskReader, names: list[str], file_sizes: list[int]) -> Sample:
     sizes: list[int] = []
     first = b""
     deadline = time.monotonic() + _SAMPLE_SECONDS
     refused: dict[int, NoDocument] = {}
 
-    def take(document: Any) -> bool:
+    def take(document: Document) -> bool:
         nonlocal first
         data = as_read(document).data
         first = first or data
@@ -159,7 +159,9 @@ def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
     return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused, first)
 
 
-def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: dict[int, NoDocument]) -> bool:
+def _read_files(
+    reader: BaseDiskReader, files: int, take: Callable[[Document], bool], refused: dict[int, NoDocument]
+) -> bool:
     """Reads file after file until ``take`` is False. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
@@ -183,7 +185,7 @@ def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: d
     return True
 
 
-def _advice(reader: Any, names: list[str]) -> str:
+def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
     try:
         first = first_row(reader, names[0]) if names else FirstRow()

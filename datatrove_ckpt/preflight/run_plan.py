@@ -17,6 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.remote_errors import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -148,3 +149,10 @@ class RunPlan:
         """Removes a rank's marker, if it has one."""
         if self.logging_dir.isfile(name := f"completions/{rank:05d}"):
             self.logging_dir.rm(name)
+
+    def marked(self) -> dict[str, object]:
+        """When each rank was marked, by the marker's path; without those of file systems that do not tell."""
+        with file_system_call():
+            found = self.logging_dir.find("completions", detail=True)
+        times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
+        return {name: time for name, time in times.items() if time is not None}

@@ -22,9 +22,8 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor, probes
-from datatrove_ckpt.preflight.checks import Finding, check_remote
+from datatrove_ckpt.preflight.checks import FilesystemTraits, Finding, check_remote
 from datatrove_ckpt.preflight.doctor import estimate
-from datatrove_ckpt.preflight.file_systems import FilesystemTraits
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE
 from datatrove_ckpt.preflight.run_plan import RunPlan

@@ -28,7 +28,7 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.preflight import file_systems
+from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.preflight.migration import theirs
 from datatrove_ckpt.preflight.migration.job import Migration
 from datatrove_ckpt.preflight.migration.job import migrate as take_over
@@ -453,7 +453,7 @@ def test_young_files_on_a_shared_file_system_are_a_warning(
     assert "warning" not in command(*COMMAND, "--dry-run").out
     mounts = job / "mounts"
     mounts.write_text("server:/export / nfs4 rw,vers=4.2 0 0\n")
-    monkeypatch.setattr(file_systems, "MOUNTS", mounts)
+    monkeypatch.setattr(checks, "MOUNTS", mounts)
     os.utime(job / "output" / "00000_chunk_1.jsonl")
     out = command(*COMMAND, "--dry-run").out
     assert "warning: the newest file, " in out

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.layout import CACHE, CACHE_LOGS
 from datatrove_ckpt.formatting import duration, safe_text
-from datatrove_ckpt.preflight import file_systems
+from datatrove_ckpt.preflight.checks import file_system
 
 _PROC = Path("/proc")
 _YOUNG = 600.0  # seconds
@@ -98,17 +98,9 @@ def warn_of_young(paths: Iterable[Path]) -> str:
         with suppress(OSError):
             changed = path.stat().st_mtime
             newest = (changed, path) if newest is None or changed > newest[0] else newest
-    if newest is None or (age := max(0.0, time.time() - newest[0])) >= _YOUNG or not _is_shared(newest[1]):
+    if newest is None or (age := max(0.0, time.time() - newest[0])) >= _YOUNG or not file_system(newest[1]).shared:
         return ""
     return (
         f"the newest file, {newest[1]}, is {duration(age)} old. Other nodes share its file system, and a process there "
         "cannot be seen: make sure that datatrove's run is stopped on all nodes"
     )
-
-
-def _is_shared(path: Path) -> bool:
-    try:
-        mounts = file_systems.MOUNTS.read_text()
-    except OSError:
-        return False
-    return file_systems.traits(file_systems.find_mount(path.resolve(), mounts)).shared

@@ -11,31 +11,37 @@ from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
+    RUN,
     SHARD,
     SHARES,
     is_finished,
+    last_chunk_file,
     rank_folder,
     rank_numbers,
+    retry_folders,
 )
-from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
+from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out, unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.hub_access import hub_folder_of
+from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.dealing import deal
-from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move
-from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_files
-from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
-from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
+from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -44,6 +50,7 @@ from datatrove_ckpt.readers.inputs import Inputs, divide, joined, shuffled_names
 from datatrove_ckpt.readers.sampling import list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
+from datatrove_ckpt.remote_errors import failure_text, file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -364,3 +371,103 @@ class _Reshard:
         size = self._inputs.size(index)
         content = "" if self._reader._may_grow(part.name) else self._inputs.fingerprint(index, size, whole=True)
         return part._replace(size=size, hash=content)
+
+
+# What must be there, and over -----------------------------------------------------------------------------------------
+
+
+def check_all_here(root: Path, tasks: int) -> None:
+    """Checks that no task's folder is missing: its documents would be dealt out again.
+
+    Raises:
+        CheckpointMismatch: the last chunk of a task is named, or there is a retry of it, and it has no checkpoint.
+    """
+    retried = {rank for folder in retry_folders(root) for rank in rank_numbers(folder)}
+    without = [rank for rank in range(tasks) if not (rank_folder(root, rank) / RUN).exists()]
+    if missing := [rank for rank in without if rank in retried or last_chunk_file(root, rank).exists()]:
+        raise CheckpointMismatch(
+            f"{root} holds no checkpoint of {name_tasks(missing)}, and {last_chunk_file(root, missing[0]).parent} or a "
+            "retry shows that there was one. Bring it back: reshard needs the folders of all tasks in one place. Where "
+            "each node keeps its own, finish the run with the number of tasks that it has."
+        )
+
+
+def refuse_retried(root: Path, rank: int, tasks: int) -> None:
+    """Refuses a task whose unfinished documents would move, if dead letters of it were retried: ``repair`` came after.
+
+    A retry knows documents by task and number, so under another task it would not be known that they are delivered.
+
+    Raises:
+        CheckpointMismatch: it has; the message says what to do first.
+    """
+    retries = [folder.name for folder in retry_folders(root) if rank_folder(folder, rank).exists()]
+    if retries:
+        first = "run" if rank < tasks else f"reshard to {rank + 1} tasks or more, run"
+        raise CheckpointMismatch(
+            f"{rank_folder(root, rank)} has chunks that are to be made again, and {retries[0]} has delivered dead "
+            f"letters of it, which another task would deliver again. First {first} to the end, then reshard."
+        )
+
+
+def check_fork(root: Path) -> None:
+    if unstarted := unstarted_ranks(root):
+        raise ConfigError(
+            f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
+            "for the number of tasks of the other run only. Start every task of it once, or make a new run."
+        )
+
+
+def check_retries(root: Path) -> None:
+    for folder in retry_folders(root):
+        for rank in rank_numbers(folder):
+            if not is_finished(folder / f"{rank:05d}"):
+                raise ConfigError(
+                    f"reshard: the retry of dead letters in {folder / f'{rank:05d}'} is not finished. Finish it first, "
+                    "with --retry-dead-letters."
+                )
+
+
+# Output of chunks that were not committed -----------------------------------------------------------------------------
+#
+# Files of ranks that there will be no more, published before a kill. Such a rank would publish them again, under the
+# same names. Now its documents go to another rank, which writes them into files of its own.
+
+
+def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
+    """The files of chunks of these ranks that have a journal.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    if not ranks:
+        return []
+    commits = [RankCommits(root, rank, []) for rank in ranks]
+    check = OutputCheck(writer, root)
+    found = check.look(commits)
+    return [name for rank in commits for name in check.unfinished_files(rank, found)]
+
+
+def remove_output(writer: DiskWriter, names: Sequence[str]) -> None:
+    """Removes those of the files that are there.
+
+    Raises:
+        OutputFailed, StorageFailed: one could not be removed.
+    """
+    if (hub := hub_folder_of(writer)) is not None:
+        remove_files(hub, names)
+        return
+    folder = writer.output_folder
+    for name in names:
+        if folder.is_local():
+            files.disk.remove(Path(folder.resolve_paths(name)))
+            continue
+        try:
+            with file_system_call():
+                folder.rm_file(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            where = folder.resolve_paths(name)
+            raise OutputFailed(
+                f"{where} could not be removed: {failure_text(error)}. Run the same command again."
+            ) from error

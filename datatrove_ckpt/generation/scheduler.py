@@ -25,10 +25,9 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
-from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Requests, summarize
+from datatrove_ckpt.generation.generate import Answers, Drain, Requests, summarize
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import Progress

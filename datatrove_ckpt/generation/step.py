@@ -20,10 +20,10 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
-from datatrove_ckpt.generation.carried_secrets import secrets_in
+from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity, run_identity
+from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
-from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.mirror.object_store import check_url
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace

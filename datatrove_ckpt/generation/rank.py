@@ -45,9 +45,8 @@ from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent
+from datatrove_ckpt.process.parent_watch import die_with_parent, watch_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before

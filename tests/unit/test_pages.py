@@ -131,7 +131,9 @@ def test_every_page_can_be_reached_from_readme() -> None:
     reached, waiting = {"README.md"}, ["README.md"]
     while waiting:
         text = pages()[waiting.pop()]
-        found = {name for name in pages() if name in text or re.search(rf"\]\((internals/)?{Path(name).name}[#)]", text)}
+        found = {
+            name for name in pages() if name in text or re.search(rf"\]\((internals/)?{Path(name).name}[#)]", text)
+        }
         waiting += found - reached
         reached |= found
     assert reached == set(pages())

@@ -40,8 +40,7 @@ ROOMS = {
     "preflight": "errors formatting redaction remote_errors config process checkpoint mirror inference.servers"
     " output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction config process checkpoint readers maintenance"
-    " preflight executor",
+    "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }
 

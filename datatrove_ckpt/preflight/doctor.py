@@ -133,12 +133,22 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
 
 
 def _check_server(config: InferenceConfig) -> Iterator[Finding]:
-    ready = check_server(config)
-    yield ready
-    yield check_open_files(config)
+    """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
+    failed = ""
+    try:
+        check_servers(config)
+    except CkptError as error:
+        failed = str(error)
+    if failed:
+        yield Finding("problem", "ready", failed)
+    elif config.server_type == "endpoint":
+        yield Finding("ok", "ready", "the key is set, if the endpoint needs one.")
+    else:
+        yield Finding("ok", "ready", f"everything that {config.server_type} needs is installed here.")
+    yield _check_open_files(config)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
-    if config.server_type == "endpoint" and ready.state == "ok":
+    if config.server_type == "endpoint" and not failed:
         yield from check_endpoints(config)
 
 
@@ -204,13 +214,34 @@ def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
 
 
 def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
-    step, limit = runner.step, getattr(look.plan.pipeline[0], "limit", -1)
-    if step.output_writer.output_folder.is_local() and look.sample.documents:
-        adapter = getattr(step.output_writer.adapter, "__func__", None)
-        # A step in between, or an adapter of the user, may drop or shorten documents.
-        kept = runner.index == 1 and adapter is DiskWriter._default_adapter
-        folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
-        yield check_space(folder, step, look.sample, limit * look.plan.tasks if limit > 0 else None, kept)
+    """Compares the free space with an estimate of the whole output, less what an earlier run has written.
+
+    The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
+    """
+    step, writer, sample = runner.step, runner.step.output_writer, look.sample
+    if not writer.output_folder.is_local() or not sample.documents:
+        return
+    limit = getattr(look.plan.pipeline[0], "limit", -1)
+    number = min(sample.documents, limit * look.plan.tasks) if limit > 0 else sample.documents
+    # A step in between, or an adapter of the user, may drop or shorten documents.
+    kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
+    folder = Path(writer.output_folder.resolve_paths("")).absolute()
+    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(writer) else 1
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    least = max(0, int(number * sample.mean / smaller) - there) if kept else 0
+    most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    state: State = "problem" if free < least else "warning" if free < most else "ok"
+    text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
+    text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
+    text += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    if sample.compressed and not sample.is_all:
+        text += f", compressed input counted {GROWTH} times"
+    if smaller > 1:
+        text += f", compressed output by 1/{smaller}"
+    advice = "" if state == "ok" else " Free some space, or choose another output_folder."
+    yield Finding(state, "space", f"{text}.{advice}")
 
 
 def _check_mirror(remote: str) -> Iterator[Finding]:
@@ -231,17 +262,6 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
             yield Finding("warning", "ready", text)
             return
     yield Finding("ok", "ready", "everything that it needs is installed here.")
-
-
-def check_server(config: InferenceConfig) -> Finding:
-    """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
-    try:
-        check_servers(config)
-    except CkptError as error:
-        return Finding("problem", "ready", str(error))
-    if config.server_type == "endpoint":
-        return Finding("ok", "ready", "the key is set, if the endpoint needs one.")
-    return Finding("ok", "ready", f"everything that {config.server_type} needs is installed here.")
 
 
 # job checks -----------------------------------------------------------------------------------------------------------
@@ -283,7 +303,7 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     return Finding("problem", "endpoint", text)
 
 
-def check_open_files(config: InferenceConfig) -> Finding:
+def _check_open_files(config: InferenceConfig) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = requests_at_once(config.max_concurrent_generations, config.servers)
     needed, allowed = files_needed(requests, config.servers), limits()[1]
@@ -377,37 +397,6 @@ def estimate(
         Need(int(ranks * records * sample.mean), most, inodes, here),
         Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
     )
-
-
-def check_space(
-    folder: Path, step: InferenceRunner, sample: Sample, at_most: int | None, documents_kept: bool
-) -> Finding:
-    """Compares the free space with an estimate of the whole output, less what an earlier run has written.
-
-    The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
-
-    Args:
-        at_most: documents that the reader's ``limit`` allows; None: all.
-        documents_kept: each document of the input is in the output, as far as can be told.
-    """
-    number = min(sample.documents, at_most) if at_most is not None else sample.documents
-    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(step.output_writer) else 1
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-    least = max(0, int(number * sample.mean / smaller) - there) if documents_kept else 0
-    most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
-    status = os.statvfs(existing_part(folder))
-    free = status.f_bavail * status.f_frsize
-    state: State = "problem" if free < least else "warning" if free < most else "ok"
-    about = "" if sample.is_all else "about "
-    text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
-    text += f"{about}{plural(number, 'document')} of {byte_size(sample.mean)}, "
-    text += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
-    if sample.compressed and not sample.is_all:
-        text += f", compressed input counted {GROWTH} times"
-    if smaller > 1:
-        text += f", compressed output by 1/{smaller}"
-    advice = "" if state == "ok" else " Free some space, or choose another output_folder."
-    return Finding(state, "space", f"{text}.{advice}")
 
 
 def _is_compressed(writer: DiskWriter) -> bool:

@@ -42,7 +42,7 @@ from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
@@ -99,7 +99,8 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         OSError: the input cannot be listed.
     """
     plan = RunPlan.of(executor)
-    steps, runner = _pipeline(plan, tasks)
+    planned = _runner(plan, tasks)
+    runner = planned.step
     root = runner.checkpoints_root
     if not root.is_dir() or not rank_numbers(root):
         raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
@@ -115,29 +116,22 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
     with _locked(root, plan.tasks) as locks:
         if (begun := ReshardPlan.read(root)) is not None:
             return _resume(plan, runner, begun, locks, tasks, dry_run)
-        return _Reshard(plan, steps, runner, root, tasks, finished).run(locks, dry_run)
-
-
-class _HeldLocks:
-    """The ranks' locks, and the plan that decides which lock files stay."""
-
-    def __init__(self) -> None:
-        self.plan: ReshardPlan | None = None
+        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
 
 
 @contextmanager
-def _locked(root: Path, tasks: int) -> Iterator[_HeldLocks]:
+def _locked(root: Path, tasks: int) -> Iterator[RankLocks]:
     ranks = sorted({*range(tasks), *rank_numbers(root)})
     allow_open_files(len(ranks))  # each lock is one
-    locks, held = RankLocks(root, ranks), _HeldLocks()
+    locks = RankLocks(root, ranks)
     try:
-        yield held
+        yield locks
     finally:
-        locks.release(held.plan)
+        locks.release()
 
 
 def _resume(
-    plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan, locks: _HeldLocks, tasks: int, dry_run: bool
+    plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan, locks: RankLocks, tasks: int, dry_run: bool
 ) -> Resharded:
     if not dry_run:
         _carry_out(plan, runner, begun)
@@ -157,22 +151,21 @@ def _carry_out(plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan) -> No
 # what can be dealt out ---------------------------------------------------------------------------------------------
 
 
-def _pipeline(plan: RunPlan, tasks: int) -> tuple[list[Any], InferenceRunner]:
-    """The steps before the runner, and the runner.
+def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
+    """The runner whose input is dealt out.
 
     Raises:
-        ConfigError: their documents do not stand for themselves.
+        ConfigError: its documents do not stand for themselves.
     """
     if tasks < 1:
         raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
     runners = plan.runners
     if len(runners) != 1 or runners[0].step.checkpoints_local_dir is None:
         raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
-    runner, steps = runners[0].step, list(runners[0].before)
-    if why := _why_not(steps, runner, plan.tasks):
+    if why := _why_not(runners[0].before, runners[0].step, plan.tasks):
         raise ConfigError(f"reshard: {why}")
-    check_rank_in_template(runner.output_writer, tasks)
-    return steps, runner
+    check_rank_in_template(runners[0].step.output_writer, tasks)
+    return runners[0]
 
 
 def _why_not(steps: Sequence[Any], runner: InferenceRunner, tasks: int) -> str:
@@ -212,19 +205,11 @@ def _why_not(steps: Sequence[Any], runner: InferenceRunner, tasks: int) -> str:
 class _Reshard:
     """One change of the number of tasks. The ranks' locks are held."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        steps: Sequence[Any],
-        runner: InferenceRunner,
-        root: Path,
-        tasks: int,
-        finished: Collection[int],
-    ) -> None:
+    def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
         self._plan = plan
-        self._steps = steps
-        self._reader: Any = steps[0]
-        self._runner = runner
+        self._steps = runner.before
+        self._reader: Any = runner.before[0]
+        self._runner = runner.step
         self._root = root
         self._before = plan.tasks
         self._tasks = tasks
@@ -234,11 +219,11 @@ class _Reshard:
         self._input = names_hash(self._inputs.names)
         self._round = self._shares.round if self._shares is not None else 0
         sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
-        chunk = runner.records_per_chunk
-        self._scanner = Scanner(root, steps, self._before, chunk, self._share_of, sizes, finished)
+        chunk = runner.step.records_per_chunk
+        self._scanner = Scanner(root, runner.before, self._before, chunk, self._share_of, sizes, finished)
         self._report = Resharded(self._before, tasks)
 
-    def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
+    def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
             ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
         come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)

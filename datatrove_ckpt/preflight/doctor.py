@@ -255,10 +255,9 @@ def _check_mirror(remote: str) -> Iterator[Finding]:
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
-    if config.metrics_file is not None:
-        folder = expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0")).parent
-        if not folder.is_dir():
-            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+    for name, path in {"metrics_file": config.metrics_file, "metrics_targets": config.metrics_targets}.items():
+        if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
+            text = f"monitoring.{name}: there is no folder {folder} here; without it nothing is written."
             yield Finding("warning", "ready", text)
             return
     yield Finding("ok", "ready", "everything that it needs is installed here.")

@@ -57,7 +57,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             given up. The other ranks go on.
     """
 
-    pipeline: list[Any]
+    pipeline: list[PipelineStep]
     skip_completed: bool
 
     def __init__(
@@ -320,7 +320,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
             )
 
 
-def _as_counted(value: Any) -> MetricStats:
+def _as_counted(value: dict[str, float] | float) -> MetricStats:
     """A metric of a saved file, where a plain number is a sum of ones. datatrove would read it as one value."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)

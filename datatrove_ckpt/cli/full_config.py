@@ -112,7 +112,7 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)

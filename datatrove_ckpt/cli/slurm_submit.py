@@ -18,8 +18,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
@@ -36,7 +36,7 @@ _FORGOTTEN = "Invalid job id"
 class JobIds:
     """Wraps the executor's ``job_id_retriever`` and records the ids that it finds."""
 
-    def __init__(self, retriever: Any) -> None:
+    def __init__(self, retriever: Callable[[str], str]) -> None:
         self._retriever = retriever
         self.found: list[str] = []
 

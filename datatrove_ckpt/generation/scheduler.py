@@ -15,7 +15,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from datatrove.data import Document
 from loguru import logger
@@ -293,7 +293,7 @@ class DocumentTasks:
         self._ended = False
         self._loop = asyncio.get_running_loop()
 
-    def start(self, ordinal: int, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
         """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""
         self._tasks[ordinal] = self._loop.create_task(work)
 

@@ -129,7 +129,7 @@ class Step(PipelineStep):
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
         return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         ForkingPickler.register(cls, _for_process)
 
@@ -167,7 +167,7 @@ class Step(PipelineStep):
         if names is not None:
             script_names.restore(names)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Without what only a pickle needs: modules among the names of the script cannot be copied."""
         from datatrove.executor import SlurmPipelineExecutor
 
@@ -189,7 +189,7 @@ class Step(PipelineStep):
 del Step.__dataclass_fields__
 
 
-def _for_process(step: Step) -> Any:
+def _for_process(step: Step) -> object:
     """How a step is pickled for a worker process: through a pipe, with nothing that the process has already."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
@@ -217,14 +216,12 @@ def _difference(then: FileRecord, now: FileRecord) -> str:
     return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
 
 
-def _compare(rank: int, record: ReaderRecord, names: Sequence[str], options: dict[str, Any], changes: _Changes) -> None:
+def _compare(rank: int, record: ReaderRecord, names: Sequence[str], now: dict[str, object], changes: _Changes) -> None:
     """Adds to ``changes`` what differs for one rank, which would read these files now."""
     read = {file.name for file in record.files}
     would_read = set(names[: len(record.files)] if record.limited else names)
     changes.added |= would_read - read
-    other = {
-        name: f"{value!r} -> {options[name]!r}" for name, value in record.options.items() if value != options[name]
-    }
+    other = {name: f"{value!r} -> {now[name]!r}" for name, value in record.options.items() if value != now[name]}
     changes.options |= other
     if other or would_read != read or not read.isdisjoint(changes.changed.keys() | changes.removed):
         changes.ranks.append(rank)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
@@ -113,7 +114,7 @@ class Scanner:
     def __init__(
         self,
         root: Path,
-        steps: Sequence[Any],
+        steps: Sequence[PipelineStep],
         tasks: int,
         records_per_chunk: int,
         share_of: Callable[[int], Share],

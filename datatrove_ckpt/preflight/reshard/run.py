@@ -168,7 +168,7 @@ def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
     return runners[0]
 
 
-def _why_not(steps: Sequence[Any], runner: InferenceRunner, tasks: int) -> str:
+def _why_not(steps: Sequence[PipelineStep], runner: InferenceRunner, tasks: int) -> str:
     """Why what is left cannot be dealt out, and what to do; "" if it can."""
     readers = [step for step in steps if isinstance(step, SeekingReader)]
     if len(readers) != 1 or steps[0] is not readers[0]:
@@ -208,7 +208,7 @@ class _Reshard:
     def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
         self._plan = plan
         self._steps = runner.before
-        self._reader: Any = runner.before[0]
+        self._reader = runner.before[0]
         self._runner = runner.step
         self._root = root
         self._before = plan.tasks

@@ -82,7 +82,7 @@ class Project:
         self.left: dict[str, None] = {}
         self._modules: dict[tuple[str, bool], Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
-        self._causes: dict[Any, str] = {}
+        self._causes: dict[object, str] = {}
         self._unstable: dict[type, set[str]] = {}
         self._inside: set[tuple[str, str]] = set()
 
@@ -90,7 +90,7 @@ class Project:
         is_cell = str(file).startswith("<ipython-input")
         return is_cell or is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
 
-    def owns(self, thing: Any) -> bool:
+    def owns(self, thing: object) -> bool:
         """Whether a function, class or module is of the user."""
         if isinstance(thing, types.FunctionType):
             is_made = thing.__module__ in (None, "builtins", *MAIN)  # by exec
@@ -177,7 +177,7 @@ class Project:
                         self.left |= {f"{cls.__qualname__}.{one} ({cause})": None for one in sorted(names)}
         return known[cls]
 
-    def cause_of(self, module: Module, name: str, seen: frozenset[Any]) -> str:
+    def cause_of(self, module: Module, name: str, seen: frozenset[object]) -> str:
         place = (module.file, name, module.live)
         if place in self._causes or place in seen:
             return self._causes.get(place, "")
@@ -187,7 +187,7 @@ class Project:
         self._causes[place] = next(filter(None, found), "")
         return self._causes[place]
 
-    def cause_in(self, module: Module, node: ast.AST, seen: frozenset[Any]) -> str:
+    def cause_in(self, module: Module, node: ast.AST, seen: frozenset[object]) -> str:
         uses = module.source.uses(node)
         if not uses.words.isdisjoint({"environ", "getenv"}):
             for word in sorted(uses.texts):
@@ -237,7 +237,7 @@ def _file_of(module: types.ModuleType | None) -> str | None:
     return next((code.co_filename for code in codes if os.path.basename(code.co_filename) == name), file)  # noqa: PTH119
 
 
-def fingerprint(thing: Any) -> str:
+def fingerprint(thing: object) -> str:
     """Tells whether a pickle holds the function or object that was described: by code that it holds, and constants."""
     if isinstance(thing, functools.partial):
         return digest(
@@ -257,7 +257,7 @@ def fingerprint(thing: Any) -> str:
     return type(thing).__qualname__
 
 
-def is_away(thing: Any) -> bool:
+def is_away(thing: object) -> bool:
     """Whether a pickle brought a function by value into a program that has not loaded its file."""
     if isinstance(thing, functools.partial | dict | list | tuple):
         parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
@@ -272,14 +272,14 @@ def is_away(thing: Any) -> bool:
     return not is_here and not is_importable(thing)
 
 
-def is_of_pipeline(thing: Any) -> bool:
+def is_of_pipeline(thing: object) -> bool:
     """Whether a function or class is datatrove's or ours."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
 
 
 def is_importable(function: types.FunctionType) -> bool:
     """Whether an import gives the function. Then a pickle holds its name alone, and it is what is imported now."""
-    found: Any = None if function.__module__ in MAIN else sys.modules.get(function.__module__)
+    found: object = None if function.__module__ in MAIN else sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)
     while found is not None and found is not function:

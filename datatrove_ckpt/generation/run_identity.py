@@ -72,10 +72,10 @@ class CodeIdentity:
     """Tells the pickles of this step from those of others."""
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         return {} if self.made is None else self.made.fields
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({"made": None, **{name: state[name] for name in state if name in _PICKLED}})
 
 
@@ -85,10 +85,10 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 
 
 def code_identity(
-    rollout_fn: Any,
-    shared_context: Any,
-    when_made: CodeIdentity | dict[str, Any] | None = None,
-    output_writer: Any = None,
+    rollout_fn: object,
+    shared_context: object,
+    when_made: CodeIdentity | dict[str, object] | None = None,
+    output_writer: object = None,
 ) -> CodeIdentity:
     """Describes the user's code.
 
@@ -123,7 +123,7 @@ def code_identity(
     return identity
 
 
-def code_of(thing: Any) -> dict[str, str]:
+def code_of(thing: object) -> dict[str, str]:
     """A hash of the user's code that begins at a function or class. Nothing if that is of a package or not to be known.
 
     Each Python has other bytecode, so its name says which.
@@ -136,14 +136,14 @@ def code_of(thing: Any) -> dict[str, str]:
     return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
-def _of_writer(writer: Any) -> dict[str, Any]:
+def _of_writer(writer: object) -> dict[str, object]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
     found = {} if adapter is None or is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
     return found if writer is None or is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
 
 
-def _shown(made: Description, writer: Any) -> Description:
+def _shown(made: Description, writer: object) -> Description:
     """The identity is written to run.json and executor.json, where secrets must not be, nor texts without end."""
     fields, own = ({name: _short(value) for name, value in fields_without_secrets(each).items()} for each in made[:3:2])
     if getattr(writer, "expand_metadata", False):
@@ -151,7 +151,7 @@ def _shown(made: Description, writer: Any) -> Description:
     return made._replace(fields=fields, own=own)
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
 
@@ -189,13 +189,13 @@ def run_identity(
     return RunIdentity(fields, {**notes, "output_folder": _MOVED_NOTE}, how_to_accept)
 
 
-def answering_flags(model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def answering_flags(model_kwargs: Mapping[str, object] | None) -> dict[str, object]:
     """The flags of a server that change its answers, by their names in alphabetical order."""
     flags = {name.replace("_", "-"): value for name, value in (model_kwargs or {}).items()}
     return {name: flags[name] for name in sorted(_ANSWERING_FLAGS & set(flags))}
 
 
-def _config_fields(config: InferenceConfig) -> dict[str, Any]:
+def _config_fields(config: InferenceConfig) -> dict[str, object]:
     flags = answering_flags(config.model_kwargs)
     return {
         "model": config.model_name_or_path,
@@ -211,7 +211,7 @@ def _config_fields(config: InferenceConfig) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A setting as JSON; of what JSON cannot express, the type."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))

@@ -73,7 +73,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     if inspect.iscoroutinefunction(_function(rollout_fn)):
         return call
 
-    def checked(*arguments: Any) -> Awaitable[object]:
+    def checked(*arguments: object) -> Awaitable[object]:
         result = call(*arguments)
         if not inspect.isawaitable(result):
             kind = type(result).__name__
@@ -90,7 +90,7 @@ class _Call(partial[Any]):
         return _shown(self.func)
 
 
-def _function(rollout_fn: Any) -> types.FunctionType | None:
+def _function(rollout_fn: object) -> types.FunctionType | None:
     """The function that a call runs in the end; None if that is no Python function."""
     while isinstance(rollout_fn, partial):
         rollout_fn = rollout_fn.func

@@ -19,13 +19,11 @@ from datatrove_ckpt.cli.status_text import (
     describe,
     describe_totals,
     describe_trouble,
-    figure,
-    percent,
     table,
 )
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import duration
+from datatrove_ckpt.formatting import duration, figure, percent
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.state_json import dump, to_json

@@ -127,7 +127,7 @@ class _Run:
         shutdown, completed = preemption.shutdown, False
         progress = Progress(rank, checkpoint, shutdown, step.config.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
-        exports = open_exports(step, rank, self.world_size, checkpoint, progress.history, shutdown)
+        exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:
@@ -202,7 +202,7 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     config=step.config,
                     checkpoint=checkpoint,
-                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.history.server),
+                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.server),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,

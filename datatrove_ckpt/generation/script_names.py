@@ -1,4 +1,4 @@
-"""What a function of the script needs of its module travels with it.
+"""What a function of the script needs of its module, for a pickle that another program loads.
 
 dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
 function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
@@ -8,7 +8,16 @@ helper of its script would fail with ``NameError``. So a step also carries what 
     imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
-Ray's pickles bring the names themselves. What is or holds a secret stays behind, since pickles are files.
+Ray's pickles bring the names themselves. What is or holds a secret stays behind, since others may read a pickle's file.
+A pickle is made once without keeping it, and looked at on the way. So what is found is what would be written,
+wherever it sits: attributes of classes and objects, default arguments, closures, arguments of a partial, nested dicts.
+
+    a value                                           is a secret
+    with the form of a key (sk-..., hf_..., AKIA...)  always
+    of an environment variable like HF_TOKEN          always
+    a URL with a password, or with http and a user    always
+    with a name like password, api_key, client_secret if it is no placeholder and no name of a variable
+    with another name like key or token               if it looks like chance: "text_key" and "eos_token" are carried
 """
 
 from __future__ import annotations
@@ -20,10 +29,11 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loguru import logger
 
+from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
 from datatrove_ckpt.generation.syntax import loaded_names
 from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
@@ -41,11 +51,11 @@ class ScriptNames(NamedTuple):
     """
 
     file: str | None
-    values: dict[str, object]
+    values: dict[str, Any]
     left: dict[str, str]
 
 
-def collect(*things: object) -> ScriptNames | None:
+def collect(*things: Any) -> ScriptNames | None:
     """The names of the script that these functions and objects use, by themselves or through each other.
 
     None if no name is used, or if a value is being looked at that holds the step itself.
@@ -54,7 +64,7 @@ def collect(*things: object) -> ScriptNames | None:
     if not carries():
         return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    waiting, seen = list(things), dict[int, object]()
+    waiting, seen = list(things), dict[int, Any]()
     with nothing_carried():
         while waiting:
             thing = waiting.pop()
@@ -88,7 +98,7 @@ def restore(names: ScriptNames) -> None:
             )
 
 
-def say_missing(*things: object) -> None:
+def say_missing(*things: Any) -> None:
     """Logs which modules of the job only this script finds: Python puts a script's folder on its path."""
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
@@ -108,7 +118,7 @@ def say_missing(*things: object) -> None:
             )
 
 
-def _module_of(thing: object) -> str:
+def _module_of(thing: Any) -> str:
     if isinstance(thing, functools.partial):
         return _module_of(thing.func)
     owner = thing if isinstance(thing, type | types.FunctionType) else type(thing)
@@ -142,14 +152,14 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[object]:
+def _parts(thing: Any) -> Iterator[Any]:
     """The functions and classes of the script that belong to an object."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):
         yield from (thing.__self__, thing.__func__)
     elif isinstance(thing, types.FunctionType):
-        yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell))
+        yield from (value for _, value in cells(thing))
         yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
         yield getattr(thing, "__wrapped__", None)
     elif isinstance(thing, dict):
@@ -167,21 +177,14 @@ def _parts(thing: object) -> Iterator[object]:
         yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
+def _names(thing: Any, main: types.ModuleType) -> Iterator[str]:
     if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
         for name in sorted(loaded_names(thing)):
             if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
                 yield name
 
 
-def _stays(name: str, value: object) -> str:
+def _stays(name: str, value: Any) -> str:
     """Why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
@@ -194,18 +197,7 @@ def _stays(name: str, value: object) -> str:
     return "it looks like a secret" if places == [name] else f"it holds what looks like a secret ({', '.join(places)})"
 
 
-# Secrets in what a pickle holds ---------------------------------------------------------------------------------------
-#
-# An ``executor.pik`` is a file that others may read. The pickle is made once without keeping it, and looked at on the
-# way. So what is found is what would be written, wherever it sits: attributes of classes and objects, default
-# arguments, closures, arguments of a partial, nested dicts.
-#
-#     a value                                           is a secret
-#     with the form of a key (sk-..., hf_..., AKIA...)  always
-#     of an environment variable like HF_TOKEN          always
-#     a URL with a password, or with http and a user    always
-#     with a name like password, api_key, client_secret if it is no placeholder and no name of a variable
-#     with another name like key or token               if it looks like chance: "text_key" and "eos_token" are carried
+# secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
 class _Sink:
@@ -225,7 +217,7 @@ class _Sink:
         self._tail = data[-self._longest :]
 
 
-def secrets_in(name: str, value: object) -> list[str]:
+def secrets_in(name: str, value: Any) -> list[str]:
     """The places of secrets in what a pickle of this value holds by value, as words for a message.
 
     Raises:
@@ -251,7 +243,7 @@ class _Look:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
+        self._objects: dict[int, Any] = {}  # kept, so that no other object gets the id of one
         self._owners: dict[int, str] = {}
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
@@ -259,7 +251,7 @@ class _Look:
         self._places: list[str] = []
         self._unnamed = False
 
-    def __call__(self, thing: object) -> None:
+    def __call__(self, thing: Any) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
@@ -290,7 +282,7 @@ class _Look:
                 ]
         yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
 
-    def _of_object(self, thing: object) -> None:
+    def _of_object(self, thing: Any) -> None:
         if isinstance(thing, Veil):
             self._owners[id(thing.value)] = thing.name
         if isinstance(own := getattr(thing, "__dict__", None), dict):
@@ -302,7 +294,7 @@ class _Look:
             names = code.co_varnames if isinstance(code, types.CodeType) else ()
             self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
 
-    def _look_at(self, owner: str, values: Mapping[str, object]) -> None:
+    def _look_at(self, owner: str, values: Mapping[Any, Any]) -> None:
         for name, value in values.items():
             if not isinstance(name, str):
                 continue
@@ -317,7 +309,7 @@ class _Look:
                 self._places.append(place)
 
 
-def _holds(name: str, value: object) -> bool:
+def _holds(name: str, value: Any) -> bool:
     """Whether a value is a secret, or a collection of texts that would be one under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
@@ -327,20 +319,16 @@ def _holds(name: str, value: object) -> bool:
     return is_surely_secret(name, value)
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=False)
     yield from (function.__kwdefaults__ or {}).items()
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not filled
-            continue
+    yield from cells(function)
 
 
-def _is_of_module(thing: dict[object, object]) -> bool:
+def _is_of_module(thing: dict[Any, Any]) -> bool:
     name = thing.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and vars(module) is thing

@@ -72,7 +72,7 @@ class Step(PipelineStep):
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
 
-    _code_when_made = Veiled()  # a CodeIdentity, or the dict of 0.1.0: executor.json does not even show its hashes
+    _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
 
     def __post_init__(self) -> None:
         super().__init__()

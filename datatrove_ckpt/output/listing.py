@@ -108,21 +108,23 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
     while waiting:
         name = waiting.pop()
         try:
-            with os.scandir(root / name) as found:  # a million entries take 200 MB
-                entries = [entry for entry in found if name != base or may_be_ours(entry.name)]
+            found = os.scandir(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
             if name == base:
                 raise
             continue  # not a folder of ours
-        for entry in entries:
-            path = posixpath.join(name, entry.name)
-            if entry.is_dir(follow_symlinks=False):
-                waiting += [path] if everywhere and path != STAGING else []
-            elif entry.is_file():
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    yield path, entry.stat().st_size
+        with found:
+            for entry in found:  # not a list of them: a million take 200 MB
+                path = posixpath.join(name, entry.name)
+                if name == base and not may_be_ours(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting += [path] if everywhere and path != STAGING else []
+                elif entry.is_file():
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield path, entry.stat().st_size
 
 
 def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:

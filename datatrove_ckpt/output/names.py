@@ -168,7 +168,8 @@ def _short(value: object) -> str:
 
 def plain(name: str) -> str:
     """The name without parts such as "." in it, as a listing has it."""
-    return posixpath.normpath(name)
+    found = posixpath.normpath(name)
+    return name if found == name else found  # no second copy of a million names
 
 
 # recognising names ---------------------------------------------------------------------------------------------------

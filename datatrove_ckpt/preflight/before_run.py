@@ -23,6 +23,7 @@ from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.process.gc_tuning import gc_paused
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
@@ -172,6 +173,7 @@ def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
     return None if root is None else partial(committed_files, runner.step.output_writer, root)
 
 
+@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
     plan: RunPlan, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
 ) -> int | None:

@@ -66,6 +66,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
+from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import (
     handle_between_ranks,
@@ -76,7 +77,6 @@ from datatrove_ckpt.process.slurm_job import (
     stop_time,
     usual_handler,
 )
-from datatrove_ckpt.process.terminal import leave_terminal
 from datatrove_ckpt.process.worker import is_worker
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}

@@ -37,7 +37,7 @@ ROOMS = {
     " inference.servers output readers",
     "runner": "redaction process generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
-    "preflight": "errors formatting redaction remote_errors config process checkpoint mirror inference.servers"
+    "preflight": "errors formatting remote_errors config process checkpoint mirror inference.servers"
     " output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",

@@ -14,6 +14,7 @@ import tempfile
 import types
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, identity
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.generation import run_identity
@@ -34,6 +36,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests import forked
 from tests.commands import Command, Printed
 from tests.hub import FakeHub, pointed_at
+from tests.patience import ChangePolicy
 
 TESTS = Path(__file__).parent
 
@@ -194,6 +197,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, which is the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> ChangePolicy:
+    """Changes rows of the table of retries: ``policy("HUB", "HUB_LOOK", first=0.01)``."""
+
+    def change(*names: str, **changes: Any) -> None:
+        for name in names:
+            monkeypatch.setattr(retrying, name, replace(getattr(retrying, name), **changes))
+
+    return change
 
 
 @pytest.fixture

@@ -20,13 +20,12 @@ from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, ra
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_lag import look_again, looks_for
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_line, failure_text, file_system_call, http_status
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
 _BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (
@@ -101,9 +100,10 @@ def _list_hub(report: Report) -> FoundFiles:
     """
     hub = cast(HubFolder, report.hub)
     found = FoundFiles({})
-    found.show(HubUploads(hub, StoppableCalls()).looked("cannot be listed", hub.files))
+    uploads = HubUploads(hub, StoppableCalls())
+    found.show(uploads.looked("cannot be listed", hub.files))
     lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
-    found.show(look_again(hub, lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    found.show(uploads.look_again(lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
     return found
 
 
@@ -158,7 +158,7 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     except OSError as error:
         if report.hub is not None and http_status(error) == 404:
             return "missing", "is missing"
-        return "output", f"cannot be read: {failure_text(error)}"
+        return "output", f"cannot be read: {failure_line(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None

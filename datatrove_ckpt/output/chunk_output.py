@@ -22,9 +22,9 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import make_target

@@ -33,8 +33,7 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, journal_indices, rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
-from datatrove_ckpt.output.listing import list_output
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, list_output, stray_advice
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
 _SHOWN = 3

@@ -11,8 +11,10 @@ import inspect
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -21,10 +23,11 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
@@ -77,7 +80,7 @@ def list_output(
             return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
     except PermissionError as error:
         logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():
@@ -173,3 +176,55 @@ def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None
 
 def _takes_prefix(find: object) -> bool:
     return callable(find) and "prefix" in inspect.signature(find).parameters
+
+
+@dataclass
+class FoundFiles:
+    """What lies in an output folder.
+
+    Attributes:
+        sizes: in bytes, by path; None: the store tells no size.
+        by_rank: the files that the template may have named, each with the folder of its retry ("": of no retry).
+        hub_files: what the hub tells of the files; empty elsewhere.
+    """
+
+    sizes: dict[str, int | None]
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    hub_files: dict[str, HubFile] = field(default_factory=dict)
+
+    def show(self, files: Mapping[str, HubFile]) -> None:
+        """Adds what a later look at the hub has found."""
+        self.hub_files |= files
+        self.sizes |= {name: file.size for name, file in files.items()}
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        if name in self.hub_files:
+            return self.hub_files[name].holds(file.size, file.hub_hash)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
+
+
+def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
+    """The kind and the description of what is wrong with a file that is not right.
+
+    Args:
+        size: its size now, in bytes; None: it does not exist.
+    """
+    if size is None:
+        return "missing", "is missing"
+    if size == file.size:
+        return "altered", "is altered: the hub lists another hash for it"
+    kind = "truncated" if size < file.size else "grown"
+    return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
+
+
+def stray_advice(number: int) -> str:
+    """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
+    it, its = ("it", "Its") if number == 1 else ("them", "Their")
+    return (
+        f"{its} documents may be in the output twice. Move {it} out of the output folder, or delete {it} if nothing "
+        f"else needs {it}"
+    )

@@ -10,8 +10,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.formatting import byte_size, duration, error_text
 from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
     SMALL_GROUP,
@@ -337,29 +338,15 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        ended.set()
-
-    # An event, because an interrupted ``join`` marks the thread as dead.
-    ended = threading.Event()
-    threading.Thread(target=run, daemon=True).start()
+    result = in_thread(function, "datatrove-ckpt check")
     try:
-        ended.wait(seconds)
+        wait([result], seconds)
     except KeyboardInterrupt:
-        ended.wait(_GRACE_SECONDS)  # it removes its probe
+        wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
-    if errors:
-        raise errors[0]
-    if not results:
+    if not result.done():
         raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
-    return results[0]
+    return result.result()
 
 
 # Which file system a folder is on -------------------------------------------------------------------------------------

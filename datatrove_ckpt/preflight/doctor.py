@@ -56,7 +56,7 @@ from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ANSWER = {

@@ -17,7 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.inference.servers.interface import Server
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import make_server
-from tests.patience import Patience
+from tests.patience import ChangePolicy, Patience
 from tests.processes import is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -69,9 +69,9 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
+    policy("RELAUNCH", first=0.0)
 
 
 def dummy(**settings: Any) -> InferenceConfig:

@@ -31,7 +31,7 @@ from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_nod
 from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from tests.patience import until, until_async
+from tests.patience import ChangePolicy, until, until_async
 from tests.processes import is_alive, write_program
 
 # Without an HTTP library, whose import would take most of the time of these tests.
@@ -108,10 +108,10 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
+    policy("RELAUNCH", first=0.0)
+    policy("RESTART", first=0.01)
     monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
     monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
     monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
@@ -399,8 +399,8 @@ async def test_restarts_of_long_ago_do_not_count() -> None:
 # replicas --------------------------------------------------------------------------------------------------------
 
 
-async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # longer than the test
+async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(policy: ChangePolicy) -> None:
+    policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
         await until_async(lambda: sum(asked().values()) == 4)

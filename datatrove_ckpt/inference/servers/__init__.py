@@ -1,6 +1,6 @@
 """Model servers: command lines, start, readiness, health, restart, GPUs, several nodes.
 
-It may import ``inference.client``, ``config``, ``redaction``, ``backoff`` and ``errors``. Start at ``connect.py``,
+It may import ``inference.client``, ``config``, ``redaction``, ``retrying`` and ``errors``. Start at ``connect.py``,
 whose ``connect`` gives the runner a client that is ready. From there:
 
     pool.py                       the servers that one rank launches

@@ -13,19 +13,17 @@ from typing import NoReturn
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.patience import waiting
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, may_pass
+from datatrove_ckpt.inference.client.client import waiting
+from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
 from datatrove_ckpt.redaction import HiddenDict
 
 _PROBE_TIMEOUT = 10.0  # seconds
-_FIRST_DELAY = 0.25  # seconds
-_MAX_DELAY = 5.0  # seconds
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _SAY_AGAIN = 60.0  # seconds
 _SILENT = 3.0  # seconds
@@ -74,7 +72,7 @@ class ExternalServers(Server):
                 self.urls = [answer.api for answer in answers if answer.api is not None]
                 return
             failures += 1
-            delay = backoff_seconds(failures, _FIRST_DELAY, _MAX_DELAY)
+            delay = retrying.ENDPOINT.wait(failures)
             now = time.monotonic()
             if now + delay > started + window:
                 each = "".join(f"  {cause}\n" for cause in causes)
@@ -170,7 +168,7 @@ async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> End
 async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
     """A response whose status lasts. Raises ExchangeFailed if there is none, or one that may be another one later."""
     response = await get(target, headers, _PROBE_TIMEOUT, proxied)
-    if may_pass(status := response.status):
+    if (status := response.status) in retrying.SERVER.retried:
         raise ExchangeFailed(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
     return response
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
 from datatrove_ckpt.config.paths import expand_path
@@ -49,10 +49,6 @@ _PORT_TRIES = 100
 _MAX_PORT_COLLISIONS = 3
 _PROBE_TIMEOUT = 5.0  # seconds
 _HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
-_FIRST_POLL = 0.05  # seconds
-_POLL_GROWTH = 1.2  # so a server is found ready at most a fifth later than it was
-# Seconds before another attempt: the resources of the last one (GPU memory, above all) take a moment to become free.
-_RETRY_DELAY = 1.0
 
 
 class _StartAttemptFailed(Exception):
@@ -151,7 +147,7 @@ class InferenceServer(Server):
             if not self.is_running:
                 return "has ended"
             if number:
-                await asyncio.sleep(_RETRY_DELAY)
+                await asyncio.sleep(retrying.RELAUNCH.first)
             problem = await self._probe()
             if problem is None:
                 break
@@ -181,7 +177,7 @@ class InferenceServer(Server):
                     raise ServerStartFailed(str(failure)) from None
                 attempt += not collision
                 logger.warning(f"{failure}\nStarting it again (attempt {attempt} of {attempts}).")
-                await asyncio.sleep(_RETRY_DELAY)
+                await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
         """One launch.
@@ -290,7 +286,7 @@ class InferenceServer(Server):
         longest, failures = self.config.server_ready_delay_sec, 0
         while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
             failures += 1
-            await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
+            await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
 
     async def _start_failure(self, what: str, exit_code: int | None) -> _StartAttemptFailed:
         text, cause = await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", exit_code)

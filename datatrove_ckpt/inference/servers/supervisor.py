@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -44,9 +44,6 @@ _LONG_AGO = -1.0
 _PROGRESS_CHECKS_PER_HANG = 4
 _MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
-# Before the first restart; doubled for each further one within the window.
-_FIRST_BACKOFF = 1.0
-_MAX_BACKOFF = 60.0
 
 
 class ServerSupervisor:
@@ -179,14 +176,14 @@ class ServerSupervisor:
             self._recent_restarts.popleft()
         if self._death.attributed:  # to a request, which is a dead letter now: no sign that the next start will fail
             self._death = Death("")
-            return _FIRST_BACKOFF
+            return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
                 f"{self._name} was restarted {len(self._recent_restarts)} times within {window:g} s, and died again "
                 f"(server_max_restarts={allowed}). Last cause: {cause}"
             )
         self._recent_restarts.append(now)
-        return backoff_seconds(len(self._recent_restarts), _FIRST_BACKOFF, _MAX_BACKOFF)
+        return retrying.RESTART.wait(len(self._recent_restarts))
 
     # the watchers -----------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.hub_access import hub_folder_of
-from datatrove_ckpt.output.hub_removal import remove_files
+from datatrove_ckpt.output.hub_commits import remove_files
 from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
@@ -50,7 +50,7 @@ from datatrove_ckpt.readers.inputs import Inputs, divide, joined, shuffled_names
 from datatrove_ckpt.readers.sampling import list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -454,7 +454,7 @@ def remove_output(writer: DiskWriter, names: Sequence[str]) -> None:
         except OSError as error:
             where = folder.resolve_paths(name)
             raise OutputFailed(
-                f"{where} could not be removed: {failure_text(error)}. Run the same command again."
+                f"{where} could not be removed: {failure_line(error)}. Run the same command again."
             ) from error
 
 

@@ -35,10 +35,9 @@ from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 

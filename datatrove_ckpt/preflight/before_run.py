@@ -19,7 +19,7 @@ from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.committed import committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan

@@ -31,14 +31,14 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ask_endpoints, check_servers
 from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import fields_of_documents, writer_name
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     Finding,
@@ -342,7 +342,7 @@ def _compared(subject: str, what: str, check: Callable[[], list[str] | int | Non
 # run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
 _FILES_PER_RANK = 20
 _BYTES_PER_TOKEN = 4
-_COMPRESSED = (".gz", ".zst", ".parquet")
+_COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.hub_access import hub_folder_of
 from datatrove_ckpt.output.hub_commits import remove_files
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move

@@ -241,7 +241,7 @@ def real_ready_window() -> None:
 def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the first answer may take seconds. Tests with a small patience mean later requests."""
     if "real_ready_window" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoint.ready_window", lambda config: 60.0)
+        monkeypatch.setattr("datatrove_ckpt.inference.servers.connect.ready_window", lambda config: 60.0)
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)
         return known[key][2]
 
-    monkeypatch.setattr("datatrove_ckpt.generation.script_names.code_identity", code_identity)
+    monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
 
 
 @pytest.fixture

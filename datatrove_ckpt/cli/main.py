@@ -261,7 +261,7 @@ def doctor() -> Handler:
 
     (OVERRIDES)
     """
-    from datatrove_ckpt.cli.preflight_commands import doctor
+    from datatrove_ckpt.cli.run import doctor
 
     return doctor
 
@@ -296,7 +296,7 @@ def plan() -> Handler:
 
     (OVERRIDES)
     """
-    from datatrove_ckpt.cli.preflight_commands import plan
+    from datatrove_ckpt.cli.run import plan
 
     return plan
 

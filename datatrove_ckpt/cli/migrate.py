@@ -16,6 +16,7 @@ from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Chunk, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN = 5
@@ -36,7 +37,7 @@ def migrate(arguments: argparse.Namespace) -> int:
         with log_disabled("datatrove", "datatrove_ckpt"):
             findings = migration.run()
     except OSError as error:
-        raise explain(error, executor) from None
+        raise explain(error, RunPlan.of(executor)) from None
     if arguments.json:
         print_json({"dry_run": arguments.dry_run, **findings.to_json()})
     else:

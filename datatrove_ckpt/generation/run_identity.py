@@ -26,28 +26,12 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
-# The flags of a server that change its answers.
-_ANSWERING_FLAGS = {
-    "chat-template",
-    "dtype",
-    "generation-config",
-    "hf-overrides",
-    "lora-modules",
-    "override-generation-config",
-    "quantization",
-    "reasoning-parser",
-    "revision",
-    "rope-scaling",
-    "seed",
-    "server-script",
-    "tokenizer",
-    "tool-call-parser",
-}
 _PROCESS = secrets.token_hex(8)
 _VERSION = 3
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
@@ -206,17 +190,17 @@ def run_identity(
     return RunIdentity(fields, {**notes, "output_folder": _MOVED_NOTE}, how_to_accept)
 
 
-def answering_flags(model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The flags of a server that change its answers, by their names in alphabetical order."""
-    flags = {name.replace("_", "-"): value for name, value in (model_kwargs or {}).items()}
-    return {name: flags[name] for name in sorted(_ANSWERING_FLAGS & set(flags))}
+    flags = dashed_names(model_kwargs)
+    return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 
 
 def _config_fields(config: InferenceConfig) -> dict[str, Any]:
-    flags = answering_flags(config.model_kwargs)
+    flags = answering_flags(config.engine, config.model_kwargs)
     return {
         "model": config.model_name_or_path,
-        "canned_answers": config.server_type == "dummy",
+        "canned_answers": config.engine.is_canned,
         "use_chat": config.use_chat,
         "default_generation_params": _plain(config.default_generation_params),
         "model_kwargs": {name: _plain(value) for name, value in flags.items()},

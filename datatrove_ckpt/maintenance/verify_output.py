@@ -5,7 +5,6 @@ The names, sizes and hashes of all committed files are in memory, and so is the 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, ra
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
+from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
@@ -195,14 +195,9 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
 def _count_documents(folder: Any, path: str) -> int | None:
     """The number of documents in a file; None if the file's format is unknown here."""
     try:
-        if path.endswith(".parquet"):
-            import pyarrow.parquet
-
-            with folder.open(path, "rb") as file:
-                return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-        if re.search(r"\.jsonl(\.\w+)?$", path):
-            with folder.open(path, "rb", compression="infer") as file:
-                return sum(int(block.count(b"\n")) for block in iter(lambda: file.read(_BLOCK), b""))
+        if (known := format_of_file(path)) is not None:
+            with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+                return known.count(file)
     except (ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or a missing codec
         return None
     return None

@@ -1,7 +1,8 @@
 """Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then published in one step.
 
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
-    writer_check.py    what a runner refuses of a writer
+    writers.py         a writer of the user: what is refused, whether it can write a document, without deep copies
+    formats.py         the formats whose files can be read again
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub
     hub.py             a folder on the Hugging Face hub, and what lies there
@@ -14,8 +15,8 @@
     committed.py       compares them with what the commits of a checkpoint name
     folders.py         folders that must differ: output, checkpoint, input, other steps' output
     documents.py       a document as bytes and back, types included
-    adapter.py         datatrove's default adapter without its deep copy
-    arrow.py           a memory allocator for Arrow that does not block the event loop
+    column_types.py    the column types of a Parquet chunk, and whether chunks load as one dataset
+    arrow_types.py     the Arrow type of values, and whether values fit a given one
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
 

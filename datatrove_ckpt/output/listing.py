@@ -178,6 +178,9 @@ def _takes_prefix(find: object) -> bool:
     return callable(find) and "prefix" in inspect.signature(find).parameters
 
 
+# What lies in an output folder, and what is wrong with a file of it.
+
+
 @dataclass
 class FoundFiles:
     """What lies in an output folder.

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import xxhash
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
-from datatrove.pipeline.writers import JsonlWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files
@@ -45,7 +44,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, OutputMismatch
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.output.documents import encode
-from datatrove_ckpt.output.schema_check import is_parquet
+from datatrove_ckpt.output.formats import Format, Jsonl, format_of
+from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -177,11 +177,11 @@ class Theirs:
 # input ---------------------------------------------------------------------------------------------------------------
 
 
-async def _documents(executor: Any, runner: int, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
+async def _documents(runner: RunnerPlan, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
     """The documents of a rank, as the runner would get them."""
-    step: InferenceRunner = executor.pipeline[runner]
+    step = runner.step
     revisions = Revisions(step.checkpoints_root) if writes else None
-    documents, size = _read(executor, runner, rank), step.records_per_chunk
+    documents, size = _read(runner, rank), step.records_per_chunk
     source = DocumentSource(documents, seek=step.seek, revisions=revisions, records_per_chunk=size)
     try:
         async for batch in source.batches(ResumePoint()):
@@ -191,14 +191,14 @@ async def _documents(executor: Any, runner: int, rank: int, writes: bool) -> Asy
         source.close()
 
 
-def _read(executor: Any, runner: int, rank: int) -> Any:
+def _read(runner: RunnerPlan, rank: int) -> Any:
     """Connects the steps as datatrove's executors do. They write nothing."""
     documents: Any = None
-    for step in deepcopy([one for one in executor.pipeline[:runner] if not isinstance(one, DiskWriter)]):
+    for step in deepcopy([one for one in runner.before if not isinstance(one, DiskWriter)]):
         if getattr(step, "exclusion_writer", None) is not None:
             step.exclusion_writer = None
         if callable(step):
-            documents = step(documents, rank, executor.world_size)
+            documents = step(documents, rank, runner.tasks)
         elif isinstance(step, Sequence) and not isinstance(step, str):
             documents = step if documents is None else chain(documents, step)
     return documents if documents is not None else []
@@ -255,26 +255,12 @@ class _Rows:
                 return rows.pop(index)
         return None
 
-    def read_lines(self, file: IO[bytes], name: str) -> None:
-        for number, raw in enumerate(file, 1):
-            try:
-                row = orjson.loads(raw) if raw.endswith(b"\n") else None
-            except orjson.JSONDecodeError:
-                row = None
-            if isinstance(row, dict):
-                self._add(row, name, raw if self._plain else None)
-            else:
+    def read(self, found: Iterable[tuple[dict[str, Any] | None, bytes]], name: str) -> None:
+        for number, (row, line) in enumerate(found, 1):
+            if row is None:
                 self.problems.append(f"{name}, line {number} is torn")
-
-    def read_parquet(self, file: IO[bytes], name: str) -> None:
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(file) as parquet:
-            wanted = {"id", "text", "metadata", self._step.metadata_key}
-            columns = [column for column in parquet.schema_arrow.names if column in wanted]
-            for batch in parquet.iter_batches(1000, columns=columns):
-                for row in batch.to_pylist():
-                    self._add(row, name, None)
+            else:
+                self._add(row, name, line if self._plain and line else None)
 
     def _add(self, row: dict[str, Any], name: str, line: bytes | None) -> None:
         if "id" not in row:
@@ -310,13 +296,16 @@ class _Kept:
         path, writer = journal_path(theirs.folder, index), theirs.step.output_writer
         if path.exists():
             with path.open("rb") as lines:
-                self.checkpoint.read_lines(lines, path.name)
+                self.checkpoint.read(Jsonl().rows(lines, ()), path.name)
         is_plain = getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
         self.output = _Rows(theirs.step, is_plain)
+        columns = ("id", "text", "metadata", theirs.step.metadata_key)
         for name in theirs.outputs.get(index, ()):
             try:
-                with _open_output(writer, name) as file:
-                    (self.output.read_parquet if is_parquet(writer) else self.output.read_lines)(file, name)
+                known = _format_of(writer, name)
+                compression = None if known.is_compressed else writer.output_mg.compression or None
+                with writer.output_folder.open(name, "rb", compression=compression) as file:
+                    self.output.read(known.rows(file, columns), name)
             except CkptError:
                 raise
             except Exception as error:  # each codec has errors of its own
@@ -341,21 +330,19 @@ class _Kept:
         return self.output.has(id) or self.checkpoint.has(id)
 
 
-def _open_output(writer: DiskWriter, name: str) -> IO[bytes]:
-    """The decompressed content of an output file.
+def _format_of(writer: DiskWriter, name: str) -> Format:
+    """The format of an output file.
 
     Raises:
         OutputMismatch: migrate cannot read such files.
     """
-    if not is_parquet(writer) and not isinstance(writer, JsonlWriter):
+    if (known := format_of(writer)) is None:
         raise OutputMismatch(
             f"{name}: migrate compares JSON lines and Parquet with the input, and cannot read files of "
             f"{type(writer).__name__}. Nothing was changed. Start anew, with another checkpoints_local_dir, "
             "output_folder and logging_dir."
         )
-    compression = None if is_parquet(writer) else writer.output_mg.compression or None
-    file: IO[bytes] = writer.output_folder.open(name, "rb", compression=compression)
-    return file
+    return known
 
 
 def _digest(text: object) -> int:
@@ -441,12 +428,11 @@ def _count(counts: DocumentCounts, row: _Row | None) -> None:
         counts.count("dropped" if row.dropped else "written", *row.work)
 
 
-async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: Path | None) -> None:
+async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | None) -> None:
     """Adds the chunks of a rank, up to the last one of which there is anything.
 
     Args:
-        executor: datatrove's or ours.
-        runner: its index in the pipeline.
+        runner: of the run that goes on.
         folder: where the journals of unfinished chunks are written; None: nothing is written, not even the commits of
             datasets that are read.
 
@@ -470,7 +456,7 @@ async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: 
             rows.update(all=current.kept.total, known=current.kept.total - current.kept.left)
 
     ordinal = 0
-    documents = _documents(executor, runner, rank.rank, writes=folder is not None)
+    documents = _documents(runner, rank.rank, writes=folder is not None)
     async for source in documents:
         index, place = divmod(ordinal, size)
         if place == 0:

@@ -22,13 +22,13 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers import server, supervisor
+from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
-from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests.patience import ChangePolicy, until, until_async
@@ -112,9 +112,9 @@ def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) ->
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
-    monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
-    monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
-    monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
+    monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(pool, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(pool, "_DRAIN_MARGIN", 0.0)
     (here / "engine.py").write_text(ENGINE)
 
 
@@ -201,7 +201,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (supervisor, routing):
+    for module in (pool, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -345,7 +345,7 @@ async def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itse
 
 @pytest.mark.slow
 async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
     async with running(config(request_timeout=1.0)) as run:
         os.kill(engines()[0], signal.SIGSTOP)
         task = run.ask("hello")  # the kernel accepts its connection
@@ -618,7 +618,7 @@ WORKER_NODE = """
 import asyncio, sys
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
-from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
 asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """

@@ -15,8 +15,8 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import endpoint
-from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.inference.servers import connect
+from datatrove_ckpt.inference.servers.connect import ExternalServers
 from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -124,10 +124,10 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
             raise ExchangeFailed(cause)
         return Response(200, HiddenBytes(b"{}"), "")
 
-    monkeypatch.setattr(endpoint, "_get", get)
+    monkeypatch.setattr(connect, "_get", get)
     policy("ENDPOINT", first=0.0)
-    monkeypatch.setattr(endpoint, "_SILENT", silent)
-    monkeypatch.setattr(endpoint, "ready_window", lambda config: 3600.0)
+    monkeypatch.setattr(connect, "_SILENT", silent)
+    monkeypatch.setattr(connect, "ready_window", lambda config: 3600.0)
     asyncio.run(ExternalServers(config(server)).start())
     assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
     assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]

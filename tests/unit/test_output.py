@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.targets import RemoteTarget
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.testing import FakeServer

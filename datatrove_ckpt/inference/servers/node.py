@@ -1,4 +1,7 @@
-"""Ends what is left of a server whose runner and guardian were killed together, before another server needs its GPUs.
+"""What the user's runs have on this node: a folder, descriptors that no fork keeps, and records of their servers.
+
+The records serve to end what is left of a server whose runner and guardian were killed together, before another server
+needs its GPUs.
 
 Each server that this process launches has a record in the user's runtime folder on the node: a nonce, which is also in
 the environment of the server and so of all its descendants, and who its runner and its guardian were. The next start on
@@ -25,6 +28,8 @@ import secrets
 import select
 import signal
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,7 +41,6 @@ from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import process_table
-from datatrove_ckpt.inference.servers.runtime_folder import runtime_folder
 
 VARIABLE = "DATATROVE_CKPT_SERVER"
 _PROC = Path("/proc")
@@ -291,3 +295,50 @@ def _held(pid: int) -> Iterator[tuple[int, int | None]]:
         yield pid, fd
     finally:
         os.close(fd)
+
+
+# File descriptors that belong to this process alone: a fork of it closes its copies.
+#
+# The copy of a lifeline pipe would keep a server running that its runner stops, and the copy of a lock would keep a GPU
+# taken. Programs that this process starts get no copy in the first place, unless it is passed on (``pass_fds``).
+
+
+_ours: set[int] = set()
+
+
+def own(descriptor: int) -> int:
+    """The descriptor, which forks of this process close from now on. Close it with ``close``."""
+    _ours.add(descriptor)
+    return descriptor
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor that this process owns. In a fork of this process: nothing, since it is closed already."""
+    if descriptor in _ours:
+        _ours.discard(descriptor)
+        os.close(descriptor)
+
+
+def _close_all() -> None:
+    while _ours:
+        os.close(_ours.pop())
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+# The folder on this node for what the user's runs tell each other: locks on GPUs, records of servers.
+
+
+def runtime_folder(part: str = "") -> Path:
+    """One folder per user, and per ``part``. Nobody else can look into it.
+
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir()) / (f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else ""))
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"TMPDIR: {folder} belongs to another user; point TMPDIR at a folder of your own.")
+    return folder

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import shlex
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,14 +22,15 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.os_errors import explain
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
+from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -187,6 +190,58 @@ def _retry_dead_letters(plan: RunPlan) -> None:
     for runner in plan.runners:
         runner.step.retry_dead_letters = True
 
+
+# errors of the system -------------------------------------------------------------------------------------------------
+
+# Those outside checkpoints and output: what happened, where, and what to do. They come from ``logging_dir`` above all:
+# datatrove writes it, and an error of a full disk names no file.
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL_BYTES = 1 << 20  # less free space than this counts as none
+
+
+def explain(error: OSError, plan: RunPlan) -> Exception:
+    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
+    folders = dict(_local_folders(plan))
+    if error.errno in _FULL:
+        return StorageFailed(
+            f"{error.strerror}: {error.filename or _which(folders)}. Free some space and run the same command again; "
+            "everything saved so far is kept."
+        )
+    if error.errno not in _CLOSED or not isinstance(error.filename, str):
+        return error
+    path = Path(error.filename).absolute()
+    setting = next((name for name, folder in folders.items() if path.is_relative_to(folder)), None)
+    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
+        return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
+    where = f" (in {setting})" if setting else ""
+    other = f", or choose another {setting}," if setting else ""
+    return StorageFailed(
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
+        "run the same command again; everything saved so far is kept."
+    )
+
+
+def _local_folders(plan: RunPlan) -> Iterator[tuple[str, Path]]:
+    if plan.logging_dir.is_local():
+        yield "logging_dir", Path(plan.logging_dir.resolve_paths(""))
+    yield from (("checkpoints_local_dir", root) for _, root in plan.kept)
+    yield "TMPDIR", Path(tempfile.gettempdir())
+
+
+def _which(folders: dict[str, Path]) -> str:
+    """The folders that are full; all of them if that cannot be seen, as with quotas."""
+    full = {name: folder for name, folder in folders.items() if _is_full(folder)}
+    return " or ".join(f"{name} {folder}" for name, folder in (full or folders).items())
+
+
+def _is_full(folder: Path) -> bool:
+    found = os.statvfs(existing_part(folder))
+    return found.f_bavail * found.f_frsize < _FULL_BYTES or (found.f_files > 0 and found.f_favail == 0)
+
+
+# signals --------------------------------------------------------------------------------------------------------------
 
 # What the command does on a signal: it lets every rank save what it has, and ends with one line.
 #

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from datatrove_ckpt.cli.os_errors import explain
+from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text

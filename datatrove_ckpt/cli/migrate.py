@@ -24,7 +24,7 @@ _SHOWN = 5
 
 def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     migration = Migration(
         executor,
         Path(arguments.folder).expanduser(),

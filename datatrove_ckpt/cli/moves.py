@@ -185,7 +185,7 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
     if not is_config(arguments.new):
         return NewRun(Path(arguments.new))
     with log_disabled(*_NOT_ABOUT_IT):
-        executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
+        executor = make_executor(arguments.new, arguments.overrides)
     plan = RunPlan.of(executor)
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir]
     if len(kept) != 1:
@@ -390,10 +390,9 @@ def reshard(arguments: argparse.Namespace) -> int:
         )
     with place_of(arguments) as place:
         before = _tasks(place.folder)
-    arguments.config = arguments.what
     overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
-    arguments.overrides = [*overrides, f"executor.tasks={before}"]
-    found = deal_out(make_executor(arguments), arguments.tasks, arguments.dry_run)
+    executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
+    found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:

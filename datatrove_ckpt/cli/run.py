@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
 
     with log_disabled("datatrove", "datatrove_ckpt"):
@@ -53,7 +53,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the tables of each runner. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.plan import advise, describe
     from datatrove_ckpt.preflight.run_plan import RunPlan
 

@@ -17,7 +17,6 @@ language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -291,14 +290,14 @@ def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
     return content
 
 
-def make_executor(arguments: argparse.Namespace) -> Any:
+def make_executor(path: str, overrides: list[str]) -> Any:
     """Builds the executor that the file and the overrides describe. Runs nothing.
 
     Raises:
         ConfigError: the first mistake in it.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    return build(read_config(arguments.config, arguments.overrides))
+    return build(read_config(path, overrides))
 
 
 def read_argument(text: str, kinds: list[Any]) -> Any:

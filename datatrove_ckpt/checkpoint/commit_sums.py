@@ -15,10 +15,9 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.commits import ENDS, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import ENDS, Commit, DocumentCounts, count_unbroken
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.lines import BODY_AT, is_count, is_seconds, unseal
-from datatrove_ckpt.errors import CheckpointCorrupt
 
 _COUNTS = tuple(DocumentCounts.__dataclass_fields__)[:7]  # without how answers ended, which is in "work"
 _ENDS = b'"%s":' % ENDS.encode()
@@ -49,6 +48,17 @@ class CommitSums:
     unbroken: int = 0
     seconds: float = 0.0
     at: float | None = None
+
+    @classmethod
+    def of(cls, commits: Collection[Commit]) -> CommitSums:
+        """The sums of these commits, in the order in which they were written."""
+        sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
+        for commit in commits:
+            sums.counts.add(commit.counts)
+            sums.files += len(commit.files)
+            sums.seconds, sums.at = commit.seconds.total, commit.at or None
+        sums.unbroken = count_unbroken(sums.indices)
+        return sums
 
 
 def sum_commits(path: Path | str) -> CommitSums | None:
@@ -94,8 +104,7 @@ def _sum(lines: list[bytes]) -> CommitSums | None:
     sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(line.count(_FILE) for line in lines))
     if len(sums.indices) != len(lines) or not all(map(is_count, [*numbers, min(indices), sum(indices)])):
         return None
-    while sums.unbroken in sums.indices:
-        sums.unbroken += 1
+    sums.unbroken = count_unbroken(sums.indices)
     last = orjson.loads(unseal(lines[-1]) or b"")
     seconds, at = last.get("seconds", (0.0, 0.0)), last.get("at")
     sums.seconds, sums.at = float(seconds[1]), float(at) if is_seconds(at) and at else None
@@ -119,18 +128,17 @@ def _is_whole(line: bytes) -> bool:
     return line[:BODY_AT] == b'{"xxh":"%s",' % xxhash.xxh3_64_hexdigest(memoryview(line)[BODY_AT:-1]).encode()
 
 
-def sum_journal(path: Path | str) -> DocumentCounts:
-    """Sums up a journal. A missing file has no documents.
+def sum_journal(path: Path | str) -> DocumentCounts | None:
+    """Sums up a journal. A missing file has no documents. None: some line needs a closer look.
 
     Raises:
-        CheckpointCorrupt: it needs a closer look.
         StorageFailed: it cannot be read.
     """
     counts, known = DocumentCounts(), set[bytes]()
     for line in _read_lines(path):
         head = _DOCUMENT.match(line)
         if head is None or not _is_whole(line):
-            raise CheckpointCorrupt(f"{path}: a line needs a closer look.")
+            return None
         ordinal, outcome, *numbers = head.groups()
         if ordinal not in known:  # a process that was fenced off may have finished it, too
             known.add(ordinal)

@@ -159,6 +159,14 @@ class DocumentCounts:
         return work
 
 
+def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
+    """The sum of several."""
+    total = DocumentCounts()
+    for each in counts:
+        total.add(each)
+    return total
+
+
 @dataclass(slots=True)
 class Commit:
     """One finished chunk.

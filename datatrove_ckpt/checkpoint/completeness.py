@@ -12,17 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import (
-    MAX_GAP,
-    Commit,
-    CommitsDamaged,
-    count_unbroken,
-    read_last_chunk,
-    scan_commits,
-)
+from datatrove_ckpt.checkpoint.commit_sums import CommitSums
+from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitsDamaged, read_last_chunk, scan_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARD, is_finished, last_chunk_of
-from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -46,19 +40,21 @@ class Expected:
     documents: int | None = None
 
     @classmethod
-    def read(cls, folder: Path, finished: bool | None = None) -> Expected:
+    def read(cls, folder: Path, finished: bool | None = None, run: Json | None = None) -> Expected:
         """Reads them.
 
         Args:
             folder: the rank's folder.
             finished: whether the rank is finished; None: look.
+            run: the content of its ``run.json``; None: read it.
 
         Raises:
             CheckpointCorrupt: ``run.json`` or ``shard.json`` cannot be read.
         """
         if finished is None:
             finished = is_finished(folder)
-        run = read_run(folder / RUN) if (folder / RUN).exists() else {}
+        if run is None:
+            run = read_run(folder / RUN) if (folder / RUN).exists() else {}
         known = run.get("owner", {}).get("commits", 0)
         last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
         return cls(folder, finished, known, last, documents_of(folder / SHARD) if finished else None)
@@ -68,31 +64,31 @@ class Expected:
         """Whether commits of a finished rank may pass ``check`` although others are lost."""
         return self.finished and self.documents is None and self.last is None
 
-    def check(self, commits: dict[int, Commit]) -> None:
+    def check(self, commits: CommitSums) -> None:
         """Checks that no commit is lost, as far as that can be known.
 
         Raises:
             CommitsDamaged: a commit is lost.
         """
-        path = self.folder / COMMITS
-        found = f"{path} holds {len(commits)} commits" if path.exists() else f"{path} is missing"
-        if len(commits) < self.known:
+        path, number = self.folder / COMMITS, len(commits.indices)
+        found = f"{path} holds {number} commits" if path.exists() else f"{path} is missing"
+        if number < self.known:
             raise CommitsDamaged(path, f"{found}, but there were {self.known} when the rank was last started.")
-        if self.last is not None and (unbroken := count_unbroken(commits)) <= self.last:
+        if self.last is not None and commits.unbroken <= self.last:
             raise CommitsDamaged(
                 path,
-                f"{found}, none of them for chunk {unbroken}, but {last_chunk_of(self.folder)} says that all chunks up "
-                f"to {self.last} are done.",
+                f"{found}, none of them for chunk {commits.unbroken}, but {last_chunk_of(self.folder)} says that all "
+                f"chunks up to {self.last} are done.",
             )
-        covered = sum(commit.counts.read for commit in commits.values())
-        if self.documents is not None and covered < self.documents:
+        if self.documents is not None and commits.counts.read < self.documents:
             raise CommitsDamaged(
                 path,
-                f"{found}, for {covered} documents, but {self.folder / SHARD} says that this finished rank has read "
-                f"{self.documents}.",
+                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says that this finished rank "
+                f"has read {self.documents}.",
             )
-        if (gap := max(commits, default=0) - len(commits)) > MAX_GAP:
-            raise CommitsDamaged(path, f"{path} names chunk {max(commits)}, but {gap} chunks before it are not done.")
+        last = max(commits.indices, default=0)
+        if (gap := last - number) > MAX_GAP:
+            raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
 
 
 def scan_complete_commits(folder: Path, finished: bool | None = None) -> tuple[dict[int, Commit], int]:
@@ -107,7 +103,7 @@ def scan_complete_commits(folder: Path, finished: bool | None = None) -> tuple[d
     """
     expected = Expected.read(folder, finished)
     scanned = scan_commits(folder / COMMITS)
-    expected.check(scanned[0])
+    expected.check(CommitSums.of(scanned[0].values()))
     return scanned
 
 

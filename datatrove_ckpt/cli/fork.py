@@ -15,6 +15,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
+from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
@@ -23,16 +24,16 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance.fork import (
     Fork,
+    Source,
     built,
     check_mirror,
     check_source,
     check_target,
     is_made,
     put_in_place,
+    real_place,
     upload,
 )
-from datatrove_ckpt.maintenance.fork_source import Source, real_place
-from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place, is_config
@@ -103,7 +104,7 @@ def _place_of(arguments: argparse.Namespace, new: NewRun) -> AbstractContextMana
 def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     source = place.what if place.is_copy else str(place.folder.absolute())
     check_source(place.folder)
-    run = Source.read(place.folder, find_ranks(place.folder))
+    run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.formatting import byte_size, duration, plural
-from datatrove_ckpt.maintenance.inspect import name_place
-from datatrove_ckpt.maintenance.run_state import OTHERS, RankState, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
 MAX_TROUBLED = 20
 """Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks' numbers."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.errors import CheckpointError
-from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, name_place
+from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.output.hub import HubFolder
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered", "twice"})
@@ -37,7 +35,7 @@ class Problem:
 class CommittedChunk:
     """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
 
-    rank: RankFolder
+    rank: RankLedger
     index: int
     files: list[OutputFile]
     documents: int | None
@@ -51,30 +49,30 @@ class Report:
     """What ``verify`` found.
 
     Attributes:
+        repair_command: the command that repairs the chunks to redo.
         output: the output folder's name.
         folder: the same as datatrove's ``DataFolder``.
-        repair_command: the command that repairs the chunks to redo.
+        ranks: without their commits, which ``chunks`` has.
         uncounted: the writers whose rows cannot be counted.
     """
 
     checkpoints: Path
-    output: str
-    folder: Any
     repair_command: str
-    ranks: list[RankFolder] = field(default_factory=list)
-    summaries: list[RankStatus] = field(default_factory=list)
+    output: str = ""
+    folder: Any = None
+    ranks: list[RankLedger] = field(default_factory=list)
     chunks: list[CommittedChunk] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
     uncounted: set[str] = field(default_factory=set)
 
     def add_problem(
-        self, kind: str, message: str, rank: RankFolder | None = None, chunk_index: int | None = None, path: Any = None
+        self, kind: str, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: Any = None
     ) -> None:
         self.problems.append(_problem(kind, message, rank, chunk_index, path))
 
     def add_unfinished(
-        self, message: str, rank: RankFolder | None = None, chunk_index: int | None = None, path: str | None = None
+        self, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: str | None = None
     ) -> None:
         self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
 
@@ -91,23 +89,13 @@ class Report:
     @property
     def tasks(self) -> int:
         """The number of tasks of the run; 0 if no run.json tells."""
-        found = 0
-        for rank in self.ranks:
-            if not rank.root:
-                with suppress(CheckpointError):
-                    found = max(found, int(rank.identity.get("tasks") or 0))
-        return found
+        return max((rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root), default=0)
 
     @property
     def number_of_files(self) -> int:
         return sum(len(chunk.files) for chunk in self.chunks)
 
-    @property
-    def states(self) -> dict[tuple[str, int], str]:
-        """The state of each rank, by ``RankFolder.key``."""
-        return {(summary.root, summary.rank): summary.state for summary in self.summaries}
 
-
-def _problem(kind: str, message: str, rank: RankFolder | None, chunk_index: int | None, path: Any) -> Problem:
+def _problem(kind: str, message: str, rank: RankLedger | None, chunk_index: int | None, path: Any) -> Problem:
     root, number = rank.key if rank else ("", None)
     return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))

@@ -10,10 +10,20 @@ import socket
 import statistics
 from collections.abc import Sequence
 
-from datatrove_ckpt.checkpoint.history_records import Progress
+from datatrove_ckpt.checkpoint.history_reader import (
+    RATE_SECONDS,
+    STUCK_SECONDS,
+    AttemptSummary,
+    Rates,
+    RecentHistory,
+    downtime,
+)
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
+from datatrove_ckpt.checkpoint.ledger import RankLedger
+from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.maintenance.rank_history import RATE_SECONDS, STUCK_SECONDS, RecentHistory, downtime
-from datatrove_ckpt.maintenance.run_state import AttemptSummary, RankState, Rates
+from datatrove_ckpt.maintenance.run_state import RankState
 
 SILENT_SECONDS = 180.0
 """A rank that runs and has written no line for so long is silent."""
@@ -31,14 +41,43 @@ _FIRST_SECONDS = 5.0
 _HOST = socket.gethostname()
 
 
-def judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
-    """Sets state, trouble and reason, and what depends on the state.
+def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankState:
+    """The state of one rank.
 
     Args:
-        recent: the rank's history; empty if there is none.
+        ledger: with history, journals and causes of dead letters.
         now: the time, in Unix seconds.
-        copied_at: when the version was uploaded that the rank is a copy of.
+        copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
     """
+    rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
+    rank.holder = ledger.holder
+    if ledger.damage is not None:
+        rank.trouble, rank.reason = "damaged", str(ledger.damage)
+        return rank
+    sums, recent, written = ledger.sums, ledger.history, ledger.written
+    rank.counts, rank.chunks, rank.files = sums.counts, len(sums.indices), sums.files
+    rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
+    rank.unfinished, rank.journals = ledger.unfinished, len(ledger.open_chunks)
+    rank.exact = ledger.journals is not None or ledger.has_said_its_end
+    rank.attempts, rank.number_of_attempts = recent.attempts, ledger.attempts
+    rank.seconds, rank.dead_letters = sums.seconds, ledger.causes
+    if (last := recent.last) is not None:
+        rank.position, rank.work, rank.seconds = last.position, last.total, max(rank.seconds, last.seconds.total)
+    rank.reshards = ledger.run.get(RESHARDS, 0)
+    if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
+        rank.position = InputPosition()  # of the share before
+    _judge(rank, recent, ledger.is_finished, now, copied_at)
+    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
+        rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
+    times = [recent.last_at, rank.last_commit, rank.last_change or None]
+    if recent.last_at is None:
+        times += [at for name, at in written.items() if name != COMMITS]
+    rank.last_word = max((at for at in times if at is not None), default=None)
+    return rank
+
+
+def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
+    """Sets state, trouble and reason, and what depends on the state."""
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
     if is_finished:

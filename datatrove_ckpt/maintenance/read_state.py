@@ -20,17 +20,16 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.dealt_out import refuse_lost_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
+from datatrove_ckpt.checkpoint.history_reader import RATE_SECONDS, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.ledger import Limits, Want, check_readable, few, find_ranks, not_permitted, read_rank
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.errors import CheckpointError
-from datatrove_ckpt.maintenance.inspect import no_checkpoint, not_permitted
-from datatrove_ckpt.maintenance.judge import find_left, find_slow
-from datatrove_ckpt.maintenance.rank_history import RATE_SECONDS
-from datatrove_ckpt.maintenance.rank_state import Limits, few, read_rank
-from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
+from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from datatrove_ckpt.maintenance.where import Place
 
 # Of all ranks together: what may be large is read for some ranks, and estimated for many.
@@ -58,9 +57,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         ConfigError: there is no rank, or this user may not read one.
     """
     began = time.monotonic()
-    found = list(_ranks(place))
-    if not found:
-        raise no_checkpoint(place.folder)
+    found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
     limits = Limits(_share(_JOURNAL_BYTES, len(found)), _share(_LETTER_BYTES, len(found)))
     tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
@@ -93,8 +90,9 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     return state
 
 
-_Task = tuple[str, int, str, Limits, float, float | None]
-"""The arguments of ``read_rank``."""
+_Task = tuple[str, int, Path, Limits, float, float | None]
+"""Root, number and folder of a rank, and what ``rank_state`` needs besides."""
+_WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 
 
 def _read_all(tasks: list[_Task]) -> list[RankState]:
@@ -108,25 +106,21 @@ def _read_all(tasks: list[_Task]) -> list[RankState]:
 
 
 def _read_some(tasks: list[_Task]) -> list[RankState]:
-    return [read_rank(*task) for task in tasks]
+    return [_read_one(*task) for task in tasks]
+
+
+def _read_one(root: str, number: int, folder: Path, limits: Limits, now: float, copied_at: float | None) -> RankState:
+    """
+    Raises:
+        PermissionError: a file may not be read.
+    """
+    ledger = read_rank(root, number, folder, _WANTED, limits)
+    check_readable(ledger)
+    return rank_state(ledger, now, copied_at)
 
 
 def _share(budget: int, ranks: int) -> int:
     return min(_MOST_BYTES, budget // ranks)
-
-
-def _ranks(place: Place) -> Iterator[tuple[str, int, str]]:
-    """Root, number and folder of each rank."""
-    roots = [("", place.folder)]
-    try:
-        if place.folder.is_dir():
-            names = sorted(path.name for path in place.folder.iterdir() if layout.retry_number(path.name) is not None)
-            roots += [(name, place.folder / name) for name in names]
-        for root, folder in roots:
-            if folder.is_dir():
-                yield from ((root, number, f"{folder}/{number:05d}") for number in layout.rank_numbers(folder))
-    except PermissionError as error:
-        raise not_permitted(place.folder, error) from None
 
 
 def _sort_out(state: RunState, folder: Path) -> None:

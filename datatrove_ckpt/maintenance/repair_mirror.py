@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.errors import CheckpointLocked
-from datatrove_ckpt.maintenance.inspect import RankFolder, name_place
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 
@@ -34,7 +34,7 @@ def restored(place: Place) -> Iterator[Place]:
         yield replace(place, folder=Path(folder))
 
 
-def check_idle(place: Place, ranks: list[RankFolder]) -> None:
+def check_idle(place: Place, ranks: list[RankLedger]) -> None:
     """Checks that no process works on the ranks, as far as the mirror shows.
 
     Raises:
@@ -47,13 +47,13 @@ def check_idle(place: Place, ranks: list[RankFolder]) -> None:
             attempt = found.attempt
             who = f"pid {attempt.pid} on {attempt.host}" if attempt else "another process"
             raise CheckpointLocked(
-                f"{name_place(*rank.key)}: {who} works on this rank, or has ended without a word less than 20 minutes "
+                f"{rank.place}: {who} works on this rank, or has ended without a word less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
 
 
-def upload(place: Place, ranks: list[RankFolder]) -> None:
+def upload(place: Place, ranks: list[RankLedger]) -> None:
     """Uploads the changed ranks.
 
     Raises:

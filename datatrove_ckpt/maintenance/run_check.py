@@ -12,18 +12,9 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
-from datatrove_ckpt.checkpoint.layout import (
-    NOTHING_PUBLISHED,
-    OTHERS_FILES,
-    RUN,
-    is_finished,
-    rank_folder,
-    rank_numbers,
-    retry_folders,
-)
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.ledger import name_place
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
-from datatrove_ckpt.maintenance.inspect import name_place
-from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
@@ -68,15 +59,14 @@ def check_output_of_run(
     found = _look(check, commits.values(), patience_seconds)
     check.refuse_shared(commits.values())
     check.refuse_lost(commits.values(), found)
-    for rank in numbers:
-        _refuse_twice(check, checkpoints, rank, retries, logging_dir)
+    _refuse_twice(check, commits.values(), logging_dir)
     for rank in first_starts:
-        if not (rank_folder(checkpoints, rank) / RUN).exists():
+        if rank not in commits or not commits[rank].has_run:
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
     for rank_commits in commits.values():
-        if is_finished(rank_commits.folder):
+        if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
-        elif (rank_commits.folder / RUN).exists() and not (rank_commits.folder / OTHERS_FILES).exists():
+        elif rank_commits.has_run and not (rank_commits.folder / OTHERS_FILES).exists():
             # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
             check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
     _refuse_other_ranks(check, checkpoints, found, tasks)
@@ -124,10 +114,11 @@ def _refuse_other_ranks(check: OutputCheck, checkpoints: Path, found: FoundFiles
     check.refuse_other_ranks(found, tasks, retired_ranks(checkpoints))
 
 
-def _refuse_twice(check: OutputCheck, checkpoints: Path, rank: int, retries: list[Path], logging_dir: str) -> None:
-    if (twice := next(delivered_twice(checkpoints, rank, retries), None)) is not None:
-        raise OutputMismatch(
-            f"{check.where}: {name_place(twice.root, rank, twice.chunk_index)}: {twice.what} To have the chunk made "
-            f"again without it: {repair_command(checkpoints, logging_dir)}, then run the same command again"
-            f"{', with --retry-dead-letters' if twice.root else ''}."
-        )
+def _refuse_twice(check: OutputCheck, commits: Iterable[RankCommits], logging_dir: str) -> None:
+    for rank, twice in ((one.rank, one.twice) for one in commits):
+        if twice is not None:
+            raise OutputMismatch(
+                f"{check.where}: {name_place(twice.root, rank, twice.chunk_index)}: {twice.what} To have the chunk "
+                f"made again without it: {repair_command(check.root, logging_dir)}, then run the same command again"
+                f"{', with --retry-dead-letters' if twice.root else ''}."
+            )

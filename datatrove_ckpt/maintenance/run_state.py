@@ -1,8 +1,7 @@
 """RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
 
     where.py          WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
-    rank_state.py     the files of one rank -> RankState
-    judge.py          which ranks are slow, silent, stuck or failed, and why
+    judge.py          a rank's ledger -> RankState: which are slow, silent, stuck or failed, and why
     read_state.py     all ranks -> RunState; start reading here
 
 Times are Unix seconds, durations seconds, rates per second. None means: not known.
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_reader import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
 
 State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
@@ -42,57 +42,6 @@ Trouble = Literal[
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
 """
-
-OTHERS = "others"
-"""The causes of dead letters that are too many to be named, in one."""
-
-
-@dataclass(slots=True)
-class AttemptSummary:
-    """One start of a rank until its end. The rank's history has the whole of it.
-
-    Attributes:
-        number: from 1.
-        started, last_seen: times of its first and last line.
-        ended: time of its end line; None: it still runs, or ended without a word.
-        why: "done", "stopped", "error", or "" if there is no end line.
-        what: what stopped it, or the error.
-        without_a_word: it ended, and no line says so.
-        in_flight: requests in flight at its last line.
-        documents: done at its last line, over all attempts; None: it has no such line.
-        own: of these, those that this attempt finished.
-    """
-
-    number: int
-    started: float
-    last_seen: float
-    ended: float | None = None
-    why: str = ""
-    what: str = ""
-    host: str = ""
-    pid: int | None = None
-    slurm_job: str | None = None
-    version: str = ""
-    without_a_word: bool = False
-    in_flight: int = 0
-    documents: int | None = None
-    own: int = 0
-
-
-@dataclass(slots=True)
-class Rates:
-    """Per second."""
-
-    documents: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    input: float = 0.0
-    """In the input's unit."""
-
-    def add(self, other: Rates, factor: float = 1.0) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
 
 
 @dataclass(slots=True)

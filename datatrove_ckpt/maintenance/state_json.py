@@ -12,9 +12,10 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_reader import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.maintenance.run_state import AttemptSummary, RankState, Rates, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
 VERSION = 1
 """Of the JSON. New keys may come without a new version."""

@@ -35,19 +35,18 @@ from typing import Any
 import orjson
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import Commit, repair_command
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import describe_alike, read_run, without_code
 from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder
+from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, Want, delivered_twice, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
-from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.column_fit import Misfit, misfits
 from datatrove_ckpt.output.column_types import Schema, read_schema
@@ -71,12 +70,14 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    ranks = find_ranks(checkpoints)
-    path = output or _output_folder(ranks, planned, given)
     command = f"{repair_command(given or checkpoints, output=output)}{' --full' if full else ''}"
-    report = Report(checkpoints, path, get_datafolder(path), command, ranks)
-    for rank in ranks:
+    report = Report(checkpoints, command)
+    for rank in read_ranks(checkpoints, CHECKED):
+        report.ranks.append(rank)
         _check_rank(report, rank)
+        rank.commits = {}  # there may be millions
+    report.output = output or _output_folder(report.ranks, planned, given)
+    report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_number_of_ranks(report)
     _check_retries(report)
@@ -86,8 +87,8 @@ def verify(
     return report
 
 
-def _output_folder(ranks: list[RankFolder], planned: str | None, given: str | None) -> str:
-    runs = [run for rank in ranks if (run := _identity(rank))]
+def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | None) -> str:
+    runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
     # Ranks that were complete when the user moved the output still name the old place.
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
@@ -104,43 +105,29 @@ def _output_folder(ranks: list[RankFolder], planned: str | None, given: str | No
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
 
 
-def settings_of_ranks(ranks: list[RankFolder]) -> list[dict[str, Any]]:
-    """What each ``run.json`` holds that can be read, those of retries left out."""
-    return [kept for rank in ranks if not rank.root and (kept := _identity(rank))]
-
-
-def _identity(rank: RankFolder) -> dict[str, Any]:
-    """The content of run.json; empty if it is damaged, which is reported elsewhere."""
-    try:
-        return rank.identity
-    except CheckpointError:
-        return {}
-
-
 # one rank ------------------------------------------------------------------------------------------------------------
 
 
-def _check_rank(report: Report, rank: RankFolder) -> None:
-    summary, commits = summarise(rank)
-    report.summaries.append(summary)
-    if summary.error:
-        report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
+def _check_rank(report: Report, rank: RankLedger) -> None:
+    if rank.damage is not None:
+        kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
+        report.add_problem(kind, str(rank.damage), rank)
         return
-    writer = str(rank.identity.get("output_writer")).removeprefix("datatrove.")
+    writer = str(rank.run.get("output_writer")).removeprefix("datatrove.")
     countable = writer in ("JsonlWriter", "ParquetWriter")  # a class of the user's has its module before its name
-    for commit in commits.values():
+    for commit in rank.commits.values():
         documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
-    _check_ordinals(report, rank, commits, summary)
-    _check_dead_letters(report, rank, commits, summary)
-    _list_unfinished(report, rank, commits, summary)
+    _check_ordinals(report, rank)
+    _check_dead_letters(report, rank)
+    _list_unfinished(report, rank)
 
 
-def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
+def _check_ordinals(report: Report, rank: RankLedger) -> None:
     """Checks that the commits together cover every document once."""
     start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
     chunk_index = ordinal = 0
-    for _, commit in sorted(commits.items()):
+    for _, commit in sorted(rank.commits.items()):
         gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
         if commit.first_ordinal < ordinal:
             twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
@@ -148,17 +135,17 @@ def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit]
             report.add_problem("overlap", message, rank, commit.chunk_index)
         elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
             report.add_problem("lost", f"{gap}. {start_over}", rank)
-        elif commit.chunk_index > chunk_index and summary.state == "finished":
+        elif commit.chunk_index > chunk_index and rank.state == "finished":
             advice = f"To process them: {report.repair_command}, then run again."
             message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
         chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
 
 
-def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
+def _check_dead_letters(report: Report, rank: RankLedger) -> None:
     """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
     path, start = rank.dead_letters_file, 0
-    for commit in commits.values():
+    for commit in rank.commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
@@ -169,31 +156,32 @@ def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Com
     if size < start:
         message = f"{path} has {size} bytes instead of the {start} that commits name. Restore it from a copy."
         report.add_problem("dead_letters", message, rank, path=path)
-    if size > start and summary.state == "finished":
+    if size > start and rank.state == "finished":
         message = f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         report.add_problem("dead_letters", message, rank, path=path)
 
 
-def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
-    if summary.state == "finished":
+def _list_unfinished(report: Report, rank: RankLedger) -> None:
+    if rank.state == "finished":
         return
-    before = len(report.unfinished)
-    last = max([*commits, *summary.journals], default=-1)
+    before, journals = len(report.unfinished), rank.open_journals
+    last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
-        if index not in commits and index not in summary.journals:
+        if index not in rank.commits and index not in journals:
             report.add_unfinished("is not started, although later chunks are.", rank, index)
-    for index, number in summary.journals.items():
-        report.add_unfinished(f"is not finished; its journal holds {plural(number, 'document')}.", rank, index)
+    for index, counts in journals.items():
+        report.add_unfinished(f"is not finished; its journal holds {plural(counts.read, 'document')}.", rank, index)
     if len(report.unfinished) == before:
         report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
 
 
 def _check_retries(report: Report) -> None:
     ranks = {rank.key: rank for rank in report.ranks}
-    damaged = {number for (_, number), state in report.states.items() if state == "damaged"}
-    retries = retry_folders(report.checkpoints)
-    for number in sorted({number for _, number in ranks} - damaged):
-        for twice in delivered_twice(report.checkpoints, number, retries):
+    damaged = {rank.number for rank in report.ranks if rank.state == "damaged"}
+    retried = {number for root, number in ranks if root}
+    for number in sorted(retried - damaged):
+        again = [read_rank(*one.key, one.folder, Want.COMMITS) for key, one in ranks.items() if key[1] == number]
+        for twice in delivered_twice(again):
             advice = f"To redo it without the document: {report.repair_command}, then run again."
             report.add_problem("twice", f"{twice.what} {advice}", ranks[twice.root, number], twice.chunk_index)
 
@@ -203,20 +191,20 @@ def _check_retries(report: Report) -> None:
 
 def _check_settings(report: Report) -> None:
     """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
-    roots: dict[str, list[RankFolder]] = defaultdict(list)
+    roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
-        if _identity(rank) and rank.settings and not is_unstarted(rank.identity):
+        if rank.settings and not is_unstarted(rank.run):
             roots[rank.root].append(rank)
     for ranks in roots.values():
         _check_equal_settings(report, ranks)
 
 
-def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
+def _check_equal_settings(report: Report, ranks: list[RankLedger]) -> None:
     settings = {rank.number: rank.settings for rank in ranks}
     if not all(describe_alike(settings[ranks[0].number], fields) for fields in settings.values()):
         # Some ranks were last run by another release, which describes the same code in another way.
         settings = {number: without_code(fields) for number, fields in settings.items()}
-    variants: dict[bytes, list[RankFolder]] = defaultdict(list)
+    variants: dict[bytes, list[RankLedger]] = defaultdict(list)
     for rank in ranks:
         variants[comparable("", settings[rank.number])].append(rank)
     usual, *others = sorted(variants.values(), key=len, reverse=True)
@@ -235,9 +223,9 @@ def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
         report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
-def _accepted(*ranks: RankFolder) -> list[dict[str, Any]]:
+def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
-    found = [change for rank in ranks for change in _identity(rank).get("accepted_changes", [])]
+    found = [change for rank in ranks for change in rank.run.get("accepted_changes", [])]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):
         found += read_run(job).get("accepted_changes", []) if job.exists() else []
@@ -260,11 +248,11 @@ def _shown(value: Any) -> str:
 def _check_number_of_ranks(report: Report) -> None:
     # A retry has only the ranks with dead letters, so its ranks do not count.
     ranks = {rank.number: rank for rank in report.ranks if not rank.root}
-    tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
-    is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
+    tasks = report.tasks
+    is_active = any(rank.state in ("running", "unfinished") for rank in report.ranks)
     missing = [number for number in range(tasks) if not rank_folder(report.checkpoints, number).exists()]
     for number in () if is_active else list(missing):
-        rank = RankFolder("", number, rank_folder(report.checkpoints, number))
+        rank = RankLedger("", number, rank_folder(report.checkpoints, number))
         if rank.last_chunk_file.exists():  # it had committed chunks
             missing.remove(number)
             message = f"{rank.folder} is missing: its checkpoint was removed. Bring it back, or run again."
@@ -283,7 +271,7 @@ def _check_number_of_ranks(report: Report) -> None:
         return
     for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
         folder = rank_folder(report.checkpoints, number)
-        report.add_problem("rank", message, RankFolder("", number, folder), path=folder)
+        report.add_problem("rank", message, RankLedger("", number, folder), path=folder)
     retired = retired_ranks(report.checkpoints)
     for number, rank in ranks.items():
         if tasks and number >= tasks and number not in retired:

@@ -17,9 +17,9 @@ import xxhash
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_folder
-from datatrove_ckpt.errors import CheckpointError, OutputFailed
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
 from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_lag import look_again, looks_for
@@ -184,7 +184,7 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
     countable = chunk.documents is not None
     numbers = [_count_documents(report.folder, file.path) for file in chunk.files] if countable else [None]
     if None in numbers:
-        report.uncounted.add(str(chunk.rank.identity.get("output_writer")))
+        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
         return
     found = sum(number or 0 for number in numbers)
     if found != chunk.documents:
@@ -213,15 +213,12 @@ class _Uncommitted:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._states = report.states
-        self._doubtful = {(summary.root, summary.rank) for summary in report.summaries if summary.may_lack_commits}
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
-        self._later: dict[tuple[str, int], tuple[str, set[str]]] = {}
+        self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
         self._tasks = report.tasks
-        self._patterns = [
-            output_pattern(template) for template in sorted({_template(rank) for rank in report.ranks} - {""})
-        ]
+        templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
+        self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
 
     def check(self, path: str) -> None:
         if not self._patterns:
@@ -232,51 +229,44 @@ class _Uncommitted:
             return  # a repository holds other things, too: a card, other jobs' files
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
-            state = self._states.get(key)
-            if state == "damaged":
+            rank = self._ranks.get(key)
+            if rank is not None and rank.state == "damaged":
                 return  # it may belong to a lost commit; the damage itself is reported
             now, files = self._look_again(key)
             if path in files:
                 return  # committed meanwhile
-            state = state or now
-            if not state:
+            rank = rank or now
+            if rank is None:
                 if not key[0] and 0 < self._tasks <= key[1]:
                     continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
                 place = name_place(*key)
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
                 )
-            elif key in self._doubtful:
+            elif rank.leaves_doubt:
                 advice = "Keep it: nothing shows how many commits this finished rank had, so it may be of a lost one."
-            elif state != "finished" and _is_of_another_job(self._ranks[key], path):
+            elif rank.state != "finished" and _is_of_another_job(rank, path):
                 advice = _OF_ANOTHER_JOB
-            elif state != "finished" and (*key, chunk_index) not in self._committed:
+            elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
-                self._report.add_unfinished(message, self._ranks[key], chunk_index, path)
+                self._report.add_unfinished(message, rank, chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
-    def _look_again(self, key: tuple[str, int]) -> tuple[str, set[str]]:
-        """The state of a rank, and the files that it has committed: it may have gone on while others were looked at."""
-        root, number = key
-        rank = self._ranks.setdefault(key, RankFolder(*key, rank_folder(self._report.checkpoints / root, number)))
-        if key not in self._later and rank.folder.exists():
-            summary, commits = summarise(rank)
-            self._later[key] = summary.state, {file.path for commit in commits.values() for file in commit.files}
-        return self._later.get(key, ("", set()))
+    def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
+        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
+        if key not in self._later:
+            folder = rank_folder(self._report.checkpoints / key[0], key[1])
+            now = read_rank(*key, folder, Want.COMMITS) if folder.exists() else None
+            commits = now.commits.values() if now is not None else ()
+            self._later[key] = now, {file.path for commit in commits for file in commit.files}
+        return self._later[key]
 
 
-def _is_of_another_job(rank: RankFolder, path: str) -> bool:
+def _is_of_another_job(rank: RankLedger, path: str) -> bool:
     """Whether the rank has published nothing yet, or has found this file in its way, and ended."""
     if (rank.folder / NOTHING_PUBLISHED).exists():
         return True
     with suppress(OSError, ValueError):  # there is none, or it has just been removed
         return path in orjson.loads((rank.folder / OTHERS_FILES).read_bytes())
     return False
-
-
-def _template(rank: RankFolder) -> str:
-    try:
-        return str(rank.identity.get("output_filename", ""))
-    except CheckpointError:
-        return ""

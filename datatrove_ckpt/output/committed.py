@@ -26,10 +26,10 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
-from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, journal_indices, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, delivered_twice, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
@@ -62,6 +62,14 @@ class RankCommits:
         root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
         read: ``read_commits``, or that of the checkpoint that is open.
+
+    Attributes:
+        unfinished: root and index of the chunks with a journal: output may be there, and is made again.
+        doubtful: the folders of retries ("": the rank's own) that are finished, and may have lost commits.
+        twice: a document that a retry has taken, and its chunk has delivered.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
     """
 
     def __init__(
@@ -74,27 +82,28 @@ class RankCommits:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
+        self.has_run = self.is_finished = False
         self._chunks: set[int] = set()
-        self.unfinished: set[tuple[str, int]] = set()  # chunks with a journal: output may be there, and is made again
+        self.unfinished: set[tuple[str, int]] = set()
         self.doubtful: set[str] = set()
-        """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
+        found = []
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
-            name = "" if checkpoint == root else checkpoint.name
-            folder = rank_folder(checkpoint, rank)
-            if folder.is_dir():
-                expected = Expected.read(folder)
-                commits = read(folder / COMMITS)
-                expected.check(commits)
-                self._add(name, commits.values())
-                self._chunks |= set() if name else set(commits)
-                if expected.leaves_doubt:
-                    self.doubtful.add(name)
-                self.unfinished |= {(name, index) for index in journal_indices(folder)}
+            if (folder := rank_folder(checkpoint, rank)).is_dir():
+                name = "" if checkpoint == root else checkpoint.name
+                found.append(read_rank(name, rank, folder, Want.COMMITS, read=read))
+                self._add(found[-1])
+        self.twice = next(delivered_twice(found), None)
 
-    def _add(self, root: str, commits: Iterable[Commit]) -> None:
-        self.files += [
-            CommittedFile(root, self.rank, commit.chunk_index, file) for commit in commits for file in commit.files
-        ]
+    def _add(self, found: RankLedger) -> None:
+        if found.damage is not None:
+            raise found.damage
+        for commit in found.commits.values():
+            self.files += [CommittedFile(found.root, self.rank, commit.chunk_index, file) for file in commit.files]
+        if not found.root:
+            self.has_run, self.is_finished, self._chunks = bool(found.run), found.is_finished, set(found.commits)
+        if found.leaves_doubt:
+            self.doubtful.add(found.root)
+        self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
     @cached_property
     def names(self) -> set[str]:

@@ -10,13 +10,14 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_reader import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.content import Content
 from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.page import page
 from datatrove_ckpt.maintenance.report.prices import Prices
-from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from tests.unit.test_report_page import Reader
 from tests.unit.test_report_sums import write_commits
 

@@ -27,7 +27,6 @@ from datatrove_ckpt.checkpoint.history_records import (
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal
-from datatrove_ckpt.maintenance.run_state import AttemptSummary, Rates
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
@@ -37,6 +36,54 @@ _MAX_BYTES = 1 << 19
 _PROGRESS, *_EVENTS_LIST = (b'"k":"%s"' % kind.KIND.encode() for kind in (Progress, Start, End, ServerEvent))
 _EVENTS = tuple(_EVENTS_LIST)
 _HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
+
+
+@dataclass(slots=True)
+class AttemptSummary:
+    """One start of a rank until its end. The rank's history has the whole of it.
+
+    Attributes:
+        number: from 1.
+        started, last_seen: times of its first and last line.
+        ended: time of its end line; None: it still runs, or ended without a word.
+        why: "done", "stopped", "error", or "" if there is no end line.
+        what: what stopped it, or the error.
+        without_a_word: it ended, and no line says so.
+        in_flight: requests in flight at its last line.
+        documents: done at its last line, over all attempts; None: it has no such line.
+        own: of these, those that this attempt finished.
+    """
+
+    number: int
+    started: float
+    last_seen: float
+    ended: float | None = None
+    why: str = ""
+    what: str = ""
+    host: str = ""
+    pid: int | None = None
+    slurm_job: str | None = None
+    version: str = ""
+    without_a_word: bool = False
+    in_flight: int = 0
+    documents: int | None = None
+    own: int = 0
+
+
+@dataclass(slots=True)
+class Rates:
+    """Per second."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+    """In the input's unit."""
+
+    def add(self, other: Rates, factor: float = 1.0) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
 
 
 class Minute(NamedTuple):

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commit_sums import CommitSums
-from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitsDamaged, read_last_chunk, scan_commits
+from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitsDamaged, CommitSums, read_last_chunk, scan_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, SHARD, is_finished, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json, is_count

@@ -25,12 +25,19 @@ from typing import Literal
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commit_sums import CommitSums, sum_commits, sum_journal
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, read_commits, sum_counts
+from datatrove_ckpt.checkpoint.commits import (
+    Commit,
+    CommitSums,
+    DocumentCounts,
+    read_commits,
+    sum_commits,
+    sum_counts,
+    sum_journal,
+)
 from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
-from datatrove_ckpt.checkpoint.history_reader import RecentHistory, read_recent
+from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (

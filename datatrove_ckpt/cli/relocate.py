@@ -17,8 +17,8 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.findings import Problem
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
+from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
 
 _SHOWN, _OTHERS_SHOWN = 20, 5

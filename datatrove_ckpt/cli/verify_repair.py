@@ -23,8 +23,8 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.maintenance.verify import Report
 from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of
 from datatrove_ckpt.process.task_errors import log_disabled
 

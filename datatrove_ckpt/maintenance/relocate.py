@@ -44,8 +44,8 @@ from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
-from datatrove_ckpt.maintenance.findings import Problem, Report
 from datatrove_ckpt.maintenance.repair import recorded_folders
+from datatrove_ckpt.maintenance.verify import Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFile
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk

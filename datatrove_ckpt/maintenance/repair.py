@@ -44,7 +44,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
-from datatrove_ckpt.maintenance.findings import REDO_KINDS, Problem, Report
+from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.remote_errors import failure_text, file_system_call

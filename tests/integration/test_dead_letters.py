@@ -16,7 +16,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError, OutputMismatch, WorkerDied
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.generation.dead_letters import TakenLetters
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
+from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command

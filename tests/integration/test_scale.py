@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner, writer
 

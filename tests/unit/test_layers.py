@@ -39,7 +39,7 @@ ROOMS = {
     "runner": "errors redaction config rollouts process checkpoint output generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
     "preflight": "errors formatting redaction remote_errors config documents process checkpoint inference.servers"
-    " output readers generation runner maintenance",
+    " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction remote_errors config process checkpoint readers generation runner maintenance"
     " preflight executor",

@@ -13,8 +13,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointMismatch

@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_reader import Rates
+from datatrove_ckpt.checkpoint.history_log import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.content import Content

@@ -11,8 +11,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.commit_sums import sum_commits
-from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance import read_state

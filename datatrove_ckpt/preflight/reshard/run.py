@@ -27,8 +27,8 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.dealing import deal
 from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move

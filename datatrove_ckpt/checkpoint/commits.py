@@ -9,7 +9,6 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -308,6 +307,15 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         ) from error
 
 
+def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
+    """What the documents of a rank's commits are and took, and what the rank took until the last of them."""
+    work, seconds = WorkStats(), NO_SECONDS
+    for commit in commits:
+        work.add(commit.work)
+        seconds = seconds.or_later(commit.seconds)
+    return sum_counts(commit.counts for commit in commits), work, seconds
+
+
 def count_unbroken(commits: Iterable[int]) -> int:
     """The number of chunks 0, 1, 2, ... up to the first one without a commit."""
     found = set(commits)
@@ -347,19 +355,12 @@ class CommitLog:
             files.disk.truncate(path, size)
         self._file = files.AppendFile(path)
         self._file.sync()
-        self._stamp = _stamp(path)
 
     def append(self, commit: Commit) -> None:
         """Appends and syncs the line. Once this returns, the chunk is done and survives power loss."""
         self._file.append(seal(commit.to_json()))
         self._file.sync()
-        self._stamp = _stamp(self._file.path)
         self.commits[commit.chunk_index] = commit
-
-    def read(self, path: Path) -> dict[int, Commit]:
-        """``read_commits``, which reads its own file only if another process has changed it. Any thread may call it."""
-        is_own = path == self._file.path and _stamp(path) == self._stamp
-        return dict(self.commits) if is_own else read_commits(path)
 
     @property
     def size(self) -> int:
@@ -369,15 +370,6 @@ class CommitLog:
     def unbroken(self) -> list[Commit]:
         """Returns the commits of chunks 0, 1, 2, ... up to the first chunk that has none."""
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes with the file; None if it is missing. A network file system may cache it until a file is opened."""
-    if not path.exists():
-        return None
-    with explained("look at", path), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # sums -----------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
+from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -282,6 +283,35 @@ def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
     """The error for a checkpoint that this user may not read."""
     share = f", or ask that user for: chmod -R g+rX {checkpoints}"
     return ConfigError(not_readable(error.filename) + share)
+
+
+@dataclass(slots=True)
+class JobSums:
+    """Sums over the ranks of a job and their retries: each document counts once.
+
+    Attributes:
+        counts: what is committed. A document that a retry has written is not dead.
+        files: of the output.
+        work: what all attempts did, if histories were read. Of an attempt that was killed, the last minute is missing.
+        attempts: of ranks and retries.
+    """
+
+    ranks: int = 0
+    retries: int = 0
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    files: int = 0
+    work: WorkCounts = field(default_factory=WorkCounts)
+    attempts: int = 0
+
+    def add(self, rank: RankLedger) -> None:
+        """Adds a rank, or a retry."""
+        self.ranks += not rank.root
+        self.retries += bool(rank.root)
+        self.counts.add_retry(rank.sums.counts) if rank.root else self.counts.add(rank.sums.counts)
+        self.files += rank.sums.files
+        self.attempts += rank.attempts
+        if rank.history.last is not None:
+            self.work = self.work.plus(rank.history.last.total)
 
 
 # one rank ------------------------------------------------------------------------------------------------------------

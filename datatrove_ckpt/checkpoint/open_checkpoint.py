@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.fields import RunIdentity
@@ -212,8 +212,12 @@ class OpenCheckpoint:
         return self._files.counts
 
     def read_commits(self, path: Path) -> dict[int, Commit]:
-        """``read_commits`` for this rank: without a look into its own file, as long as nothing else has changed it."""
-        return self._files.log.read(path)
+        """``read_commits``, without a look into the rank's own file: only where there are no locks, others write to it.
+
+        Any thread may call it.
+        """
+        is_known = path == self._folder / COMMITS and self.has_locks
+        return dict(self._files.log.commits) if is_known else read_commits(path)
 
     @property
     def work(self) -> WorkStats:

@@ -21,7 +21,6 @@ from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance.fork import (
     Fork,
     Source,
@@ -36,7 +35,7 @@ from datatrove_ckpt.maintenance.fork import (
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
-from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.maintenance.where import Place, is_config, restored
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -76,7 +75,7 @@ def fork(arguments: argparse.Namespace) -> int:
     with _place_of(arguments, new) as place:
         if not place.is_copy:
             return _fork(arguments, place, new)
-        with repair_mirror.restored(place) as copy:
+        with restored(place) as copy:
             return _fork(arguments, copy, new)
 
 

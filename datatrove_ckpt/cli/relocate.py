@@ -15,11 +15,10 @@ from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
-from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.maintenance.where import Place, output_folder_of, restored, upload
 
 _SHOWN, _OTHERS_SHOWN = 20, 5
 
@@ -30,7 +29,7 @@ def relocate(arguments: argparse.Namespace) -> int:
         if not place.is_copy:
             return _relocate(arguments, place)
         # A process that still works on the ranks of this mirror stops when it sees the new owner.
-        with repair_mirror.restored(place) as copy:
+        with restored(place) as copy:
             return _relocate(arguments, copy, place)
 
 
@@ -56,7 +55,7 @@ def _relocate(arguments: argparse.Namespace, place: Place, mirrored: Place | Non
         return 0
     carry_out(plan)
     if mirrored is not None:
-        repair_mirror.upload(place, plan.ranks)
+        upload(place, plan.ranks)
     say(_what_next(place, plan))
     return 0
 

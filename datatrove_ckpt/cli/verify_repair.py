@@ -21,11 +21,11 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
+from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of
+from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
 from datatrove_ckpt.process.task_errors import log_disabled
 
 # verify --------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def repair(arguments: argparse.Namespace) -> int:
     with place_of(arguments, trusted=True) as place:
         if not place.is_copy:
             return _repair(arguments, place)
-        with log_disabled("datatrove_ckpt.mirror"), repair_mirror.restored(place) as copy:
+        with log_disabled("datatrove_ckpt.mirror"), restored(place) as copy:
             return _repair(arguments, copy, place)
 
 
@@ -151,10 +151,10 @@ def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None 
         say("Nothing was done (--dry-run).")
     else:
         if mirrored is not None:
-            repair_mirror.check_idle(mirrored, plan.ranks)
+            check_idle(mirrored, plan.ranks)
         carry_out(plan, report, logging_dir)
         if mirrored is not None:
-            repair_mirror.upload(place, plan.ranks)
+            upload(place, plan.ranks)
         say(_what_next(plan, logging_dir, retired_ranks(place.folder)))
     return 1 if plan.left else 0
 

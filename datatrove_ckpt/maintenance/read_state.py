@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
-from datatrove_ckpt.errors import CheckpointError
+from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from datatrove_ckpt.maintenance.where import Place
@@ -107,6 +107,25 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.newest = max(words, default=None)
     state.seconds_to_read = time.monotonic() - began
     return state
+
+
+def check_idle(place: Place, ranks: list[RankLedger]) -> None:
+    """Checks that no process works on the ranks, as far as the mirror shows.
+
+    Raises:
+        CheckpointLocked: one does.
+    """
+    state = read_run_state(place)
+    running = {(rank.root, rank.rank): rank for rank in (*state.ranks, *state.retries) if rank.state == "running"}
+    for rank in ranks:
+        if (found := running.get(rank.key)) is not None:
+            attempt = found.attempt
+            who = f"pid {attempt.pid} on {attempt.host}" if attempt else "another process"
+            raise CheckpointLocked(
+                f"{rank.place}: {who} works on this rank, or has ended without a word less than 20 minutes "
+                f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
+                "command again."
+            )
 
 
 _Task = tuple[str, int, Path, Limits, float, float | None]

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.config.paths import expand_path
@@ -139,6 +140,41 @@ def _looks_like_mirror(folder: Path) -> bool:
         return is_mirror(folder)
     except PermissionError:  # which the command says, once it reads the ranks
         return False
+
+
+# changing a mirror ----------------------------------------------------------------------------------------------------
+
+# ``repair`` and ``relocate`` change a checkpoint of which only the mirror can be reached: in a restored copy, which is
+# then uploaded again. The output's files are removed before the upload. After a crash in between, the mirror still has
+# the old commits, and the same command finds their files missing, and takes the commits back.
+
+
+@contextmanager
+def restored(place: Place) -> Iterator[Place]:
+    """The place with all ranks restored in a temporary folder, to be changed there.
+
+    Raises:
+        StorageFailed, CheckpointCorrupt, ConfigError: see ``mirror.restore``.
+    """
+    from datatrove_ckpt.mirror.changing import restore_ranks  # fsspec is slow to import
+
+    assert place.mirror is not None
+    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
+        yield replace(place, folder=Path(folder))
+
+
+def upload(place: Place, ranks: list[RankLedger]) -> None:
+    """Uploads the changed ranks.
+
+    Raises:
+        StorageFailed: one could not be uploaded; the same command continues from there.
+    """
+    from datatrove_ckpt.mirror.changing import upload_rank
+
+    assert place.mirror is not None
+    for rank in {rank.key: rank for rank in ranks}.values():
+        upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class RankCommits:
         root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
         read: ``read_commits``, or that of the checkpoint that is open.
+        want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
         unfinished: root and index of the chunks with a journal: output may be there, and is made again.
@@ -78,6 +79,8 @@ class RankCommits:
         rank: int,
         retries: Iterable[Path] | None = None,
         read: Callable[[Path], dict[int, Commit]] = read_commits,
+        want: Want = Want.COMMITS,
+        seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
         self.rank = rank
         self.folder = rank_folder(root, rank)
@@ -90,8 +93,9 @@ class RankCommits:
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
             if (folder := rank_folder(checkpoint, rank)).is_dir():
                 name = "" if checkpoint == root else checkpoint.name
-                found.append(read_rank(name, rank, folder, Want.COMMITS, read=read))
+                found.append(read_rank(name, rank, folder, want, read=read))
                 self._add(found[-1])
+                seen(found[-1])
         self.twice = next(delivered_twice(found), None)
 
     def _add(self, found: RankLedger) -> None:

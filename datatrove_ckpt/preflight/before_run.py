@@ -14,7 +14,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_numbers, retry_folders
-from datatrove_ckpt.checkpoint.ledger import name_place
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, name_place
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
 from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
@@ -82,11 +82,11 @@ class Checked(NamedTuple):
     """What was compared and is as it should be.
 
     Attributes:
-        files: output files, with their commits; None: the checkpoints are on other nodes.
+        jobs: the sums of each checkpoint that is on this machine, by its folder. All their output files were compared.
         inputs: input files of finished ranks, with what these have read.
     """
 
-    files: int | None
+    jobs: dict[Path, JobSums]
     inputs: int
 
 
@@ -183,34 +183,35 @@ def committed_here(executor: Any, step: InferenceRunner) -> Callable[[], int] | 
 
 def check_output(
     executor: Any, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
-) -> int | None:
+) -> dict[Path, JobSums]:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
 
-    Returns the number of files; None if no checkpoint can be seen here.
+    Returns the sums of each checkpoint that can be seen here, by its folder.
 
     Args:
-        before: ranks that have no checkpoint will start.
+        before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
         patience_seconds: see ``check_output_of_run``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
     """
-    files: int | None = None
+    found = {}
     for index, step, root in checkpointed_steps(executor):
         if index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
             first = getattr(executor, "local_rank_offset", 0)
-            files = (files or 0) + check_output_of_run(
+            found[root] = check_output_of_run(
                 step.output_writer,
                 root,
                 executor.logging_dir.resolve_paths(""),
                 executor.world_size,
                 first_starts=range(first, first + executor.local_tasks) if here else (),
                 patience_seconds=patience_seconds,
+                want=Want.COMMITS if before else Want.COMMITS | Want.HISTORY,
             )
-    return files
+    return found
 
 
 # output of all ranks --------------------------------------------------------------------------------------------------
@@ -227,14 +228,16 @@ def check_output_of_run(
     tasks: int,
     first_starts: Iterable[int] = (),
     patience_seconds: float | None = None,
-) -> int:
-    """Lists the output folder once. Returns the number of committed files, all of which are there.
+    want: Want = Want.COMMITS,
+) -> JobSums:
+    """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
     Args:
         logging_dir: the executor's.
         tasks: number of tasks of the job.
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
+        want: what to read of each rank, for the sums.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
@@ -245,10 +248,14 @@ def check_output_of_run(
     check = OutputCheck(writer, checkpoints, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
     retries = retry_folders(checkpoints)
-    try:
-        commits = {
-            rank: RankCommits(checkpoints, rank, retries) for rank in numbers
-        }  # all, before any file is called unknown
+    retired, job = retired_ranks(checkpoints), JobSums()
+
+    def add(rank: RankLedger) -> None:
+        if rank.number < tasks or rank.number in retired:
+            job.add(rank)
+
+    try:  # all, before any file is called unknown
+        commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
     except CommitsDamaged as error:
         raise CommitsDamaged(error.path, error.what, logging_dir) from None
     found = _look(check, commits.values(), patience_seconds)
@@ -264,8 +271,11 @@ def check_output_of_run(
         elif rank_commits.has_run and not (rank_commits.folder / OTHERS_FILES).exists():
             # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
             check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
-    _refuse_other_ranks(check, checkpoints, found, tasks)
-    return sum(len(rank_commits.files) for rank_commits in commits.values())
+    for rank, text in lost_ranks(checkpoints):  # they may be all that is left of its documents
+        if found.by_rank[rank]:
+            raise OutputMismatch(text)
+    check.refuse_other_ranks(found, tasks, retired)
+    return job
 
 
 def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None) -> FoundFiles:
@@ -299,14 +309,6 @@ def _look_at_hub(
     lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
     found.show(look_again(hub, lost, looks_for(each.folder for each in commits)))
     return found
-
-
-def _refuse_other_ranks(check: OutputCheck, checkpoints: Path, found: FoundFiles, tasks: int) -> None:
-    """Refuses files of ranks that the job does not have, and that no commits stand for."""
-    for rank, text in lost_ranks(checkpoints):  # they may be all that is left of its documents
-        if found.by_rank[rank]:
-            raise OutputMismatch(text)
-    check.refuse_other_ranks(found, tasks, retired_ranks(checkpoints))
 
 
 def _refuse_twice(check: OutputCheck, commits: Iterable[RankCommits], logging_dir: str) -> None:

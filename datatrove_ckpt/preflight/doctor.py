@@ -320,12 +320,12 @@ def check_earlier_runs(executor: Any, unreachable: Collection[int] = ()) -> list
     ]
 
 
-def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> list[PreflightCheck]:
+def _compared(subject: str, what: str, check: Callable[[], object]) -> list[PreflightCheck]:
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
         return [PreflightCheck("problem", subject, what, str(error))]
-    if not found or isinstance(found, int):
+    if not found or not isinstance(found, list):
         return [PreflightCheck("ok", subject, what, "nothing differs.")]
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
     return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]

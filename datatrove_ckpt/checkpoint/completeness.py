@@ -58,11 +58,6 @@ class Expected:
         last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
         return cls(folder, finished, known, last, documents_of(folder / SHARD) if finished else None)
 
-    @property
-    def leaves_doubt(self) -> bool:
-        """Whether commits of a finished rank may pass ``check`` although others are lost."""
-        return self.finished and self.documents is None and self.last is None
-
     def check(self, commits: CommitSums) -> None:
         """Checks that no commit is lost, as far as that can be known.
 

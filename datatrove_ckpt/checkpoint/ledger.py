@@ -47,7 +47,6 @@ from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     HISTORY,
     LOCK,
-    RETRY_INPUT,
     RUN,
     check_files,
     is_journal,
@@ -173,11 +172,6 @@ class RankLedger:
         if self.damage is not None:
             return "damaged"
         return "running" if self.holder else "finished" if self.is_finished else "unfinished"
-
-    @property
-    def leaves_doubt(self) -> bool:
-        """The rank is finished, and nothing shows how many commits it had."""
-        return self.expected is not None and self.expected.leaves_doubt
 
     @property
     def last_commit(self) -> float | None:
@@ -530,109 +524,3 @@ def few(causes: Counter[str]) -> Counter[str]:
     if others := causes.total() - kept.total():
         kept[OTHERS] += others
     return kept
-
-
-# retries -------------------------------------------------------------------------------------------------------------
-
-# A retry takes a letter for good. While the chunk of its document is done, the letter must be there: else the chunk was
-# processed again without it (older versions did so after ``repair``), and the document is in the output twice.
-
-Attempt = tuple[int, int]
-"""A document's ordinal, and the attempt at it that failed, counted from 1."""
-
-
-@dataclass(frozen=True)
-class Twice:
-    """A document that a chunk has delivered, and a retry as well. ``root``: the chunk's retry, or ""."""
-
-    root: str
-    chunk_index: int
-    ordinal: int
-    retry: str
-
-    @property
-    def what(self) -> str:
-        return (
-            f"{self.retry} took document {self.ordinal} as a dead letter of this chunk, which does not count it as "
-            "one: it is in the output twice."
-        )
-
-
-@dataclass
-class _Folder:
-    """One rank, or one retry of it. ``taken``: the letters that a retry processes, by their numbers."""
-
-    rank: RankLedger
-    letters: set[Attempt]
-    taken: dict[Attempt, int]
-
-    @property
-    def is_counted(self) -> bool:
-        """Else letters are missing or damaged, which is a problem of its own and proves nothing here."""
-        return len(self.letters) == self.rank.sums.counts.dead
-
-    def chunk_of(self, index: int) -> int | None:
-        """The committed chunk of the document that has this number in the folder's input."""
-        for commit in self.rank.commits.values():
-            if commit.first_ordinal <= index < commit.next_ordinal:
-                return commit.chunk_index
-        return None
-
-
-def delivered_twice(ranks: Iterable[RankLedger]) -> Iterator[Twice]:
-    """The documents of a rank that a retry has taken although their chunk does not count them as dead letters.
-
-    Args:
-        ranks: the rank and its retries, with their commits.
-
-    Raises:
-        CheckpointCorrupt: the input of a retry is damaged.
-    """
-    ranks = [one for one in ranks if not one.root or (one.folder / RETRY_INPUT).exists()]
-    if not any(one.root for one in ranks):
-        return
-    folders = [_folder(one) for one in ranks]
-    for taker in folders:
-        for ordinal, attempts in taker.taken:
-            # The letter of a second attempt was written by the retry that took the letter of the first one.
-            for source in folders:
-                index = _index(source, (ordinal, attempts - 1))
-                chunk_index = None if index is None else source.chunk_of(index)
-                if chunk_index is not None and source.is_counted and (ordinal, attempts) not in source.letters:
-                    yield Twice(source.rank.root, chunk_index, ordinal, taker.rank.root)
-
-
-def _index(source: _Folder, attempt: Attempt) -> int | None:
-    """The number of the document in the source's input, if the source processed it after this failed attempt."""
-    if not source.rank.root:
-        return attempt[0] if attempt[1] == 0 else None
-    return source.taken.get(attempt)
-
-
-def _folder(rank: RankLedger) -> _Folder:
-    end = max((commit.dead_letters_size for commit in rank.commits.values()), default=0)
-    letters = _attempts(rank.dead_letters_file, end)
-    taken = _attempts(rank.folder / RETRY_INPUT) if rank.root else ()
-    return _Folder(rank, set(letters), {attempt: index for index, attempt in enumerate(taken)})
-
-
-def _attempts(path: Path, end: int | None = None) -> Iterator[Attempt]:
-    """The attempts that the letters of a file name, up to an offset in bytes."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        at = 0
-        for number, line in enumerate(file, 1):
-            if end is not None and at >= end:
-                return
-            at += len(line)
-            if not line.strip():
-                continue  # overwritten by ``repair``
-            try:
-                letter = orjson.loads(line)
-                yield letter["ordinal"], letter["attempts"]
-            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                if end is None:
-                    raise CheckpointCorrupt(
-                        f"{path}, line {number}: this is no dead letter. Restore the file from a copy."
-                    ) from error

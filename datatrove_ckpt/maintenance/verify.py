@@ -7,7 +7,6 @@ The kinds of problems:
     columns                     (full) a Parquet file does not load with the first one of its folder, or as text
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
-    twice                       a document is in a chunk, and a retry took it as a dead letter of this chunk
     foreign                     no commit names a file in the output folder
     lost                        no commit covers these documents, though the rank is finished or later chunks follow
     overlap                     two commits cover these documents
@@ -18,7 +17,7 @@ The kinds of problems:
     output                      the output folder, or a file in it, cannot be read
     config                      the YAML file that was given is not that of this run (found by the command)
 
-``repair`` redoes the chunks with problems of the first two lines and of ``twice``, and rebuilds ``commits``.
+``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
 
 Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
 """
@@ -57,7 +56,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
     RankLedger,
     Want,
-    delivered_twice,
     name_place,
     read_rank,
     read_ranks,
@@ -105,7 +103,6 @@ def verify(
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_number_of_ranks(report)
-    _check_retries(report)
     check_output(report, full, folder_is_given=output is not None)
     if full:
         check_columns(report)
@@ -198,17 +195,6 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
         report.add_unfinished(f"is not finished; its journal holds {plural(counts.read, 'document')}.", rank, index)
     if len(report.unfinished) == before:
         report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
-
-
-def _check_retries(report: Report) -> None:
-    ranks = {rank.key: rank for rank in report.ranks}
-    damaged = {rank.number for rank in report.ranks if rank.state == "damaged"}
-    retried = {number for root, number in ranks if root}
-    for number in sorted(retried - damaged):
-        again = [read_rank(*one.key, one.folder, Want.COMMITS) for key, one in ranks.items() if key[1] == number]
-        for twice in delivered_twice(again):
-            advice = f"To redo it without the document: {report.repair_command}, then run again."
-            report.add_problem("twice", f"{twice.what} {advice}", ranks[twice.root, number], twice.chunk_index)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------
@@ -358,7 +344,7 @@ def _schema(report: Report, path: str) -> Schema | None:
 
 # findings -------------------------------------------------------------------------------------------------------------
 
-REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered", "twice"})
+REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
 
 
@@ -668,8 +654,6 @@ class _Uncommitted:
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
                 )
-            elif rank.leaves_doubt:
-                advice = "Keep it: nothing shows how many commits this finished rank had, so it may be of a lost one."
             elif rank.state != "finished" and _is_of_another_job(rank, path):
                 advice = _OF_ANOTHER_JOB
             elif rank.state != "finished" and (*key, chunk_index) not in self._committed:

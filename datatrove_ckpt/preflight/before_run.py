@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_numbers, retry_folders
-from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, name_place
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
 from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
@@ -261,7 +261,6 @@ def check_output_of_run(
     found = _look(check, commits.values(), patience_seconds)
     check.refuse_shared(commits.values())
     check.refuse_lost(commits.values(), found)
-    _refuse_twice(check, commits.values(), logging_dir)
     for rank in first_starts:
         if rank not in commits or not commits[rank].has_run:
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
@@ -309,13 +308,3 @@ def _look_at_hub(
     lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
     found.show(look_again(hub, lost, looks_for(each.folder for each in commits)))
     return found
-
-
-def _refuse_twice(check: OutputCheck, commits: Iterable[RankCommits], logging_dir: str) -> None:
-    for rank, twice in ((one.rank, one.twice) for one in commits):
-        if twice is not None:
-            raise OutputMismatch(
-                f"{check.where}: {name_place(twice.root, rank, twice.chunk_index)}: {twice.what} To have the chunk "
-                f"made again without it: {repair_command(check.root, logging_dir)}, then run the same command again"
-                f"{', with --retry-dead-letters' if twice.root else ''}."
-            )

@@ -1,7 +1,7 @@
 """CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people.
 
 So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
-and its documents would be paid for twice. ``completeness`` compares the log with what else is known of it.
+and its documents would be paid for twice. ``ledger`` compares the log with what else is known of it.
 
 Each line is synced before the next one is written, so a crash tears one line at most, which ``lines.may_be_torn``
 describes. Everything else at the end of the log is damage.

@@ -26,15 +26,18 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
+    MAX_GAP,
     Commit,
+    CommitsDamaged,
     CommitSums,
     DocumentCounts,
     read_commits,
+    read_last_chunk,
+    scan_commits,
     sum_commits,
     sum_counts,
     sum_journal,
 )
-from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import check_not_headless
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
@@ -48,6 +51,7 @@ from datatrove_ckpt.checkpoint.layout import (
     HISTORY,
     LOCK,
     RUN,
+    SHARD,
     check_files,
     is_journal,
     journal_indices,
@@ -57,8 +61,9 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
@@ -524,3 +529,132 @@ def few(causes: Counter[str]) -> Counter[str]:
     if others := causes.total() - kept.total():
         kept[OTHERS] += others
     return kept
+
+
+# lost commits ---------------------------------------------------------------------------------------------------------
+
+# Whether all commits of a rank are still there. Several files say how many there must be.
+#
+#     run.json        how many there were when the last owner started
+#     last_chunk      all chunks up to this one were committed
+#     shard.json      how many documents the input had; a finished rank has committed all of them
+#
+# Each of them may be missing, or older than the log: then it proves less, but nothing wrong.
+
+
+_START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the other files say about a rank's commits. To be read before the commits, to which a run adds meanwhile.
+
+    Attributes:
+        known: number of commits when the rank's last owner started.
+        last: the chunk up to which all were committed; None: nothing says it.
+        documents: number of documents of a finished rank; None: nothing says it, or the rank is not finished.
+    """
+
+    folder: Path
+    known: int = 0
+    last: int | None = None
+    documents: int | None = None
+
+    @classmethod
+    def read(cls, folder: Path, finished: bool, run: Json) -> Expected:
+        """
+        Args:
+            folder: the rank's folder.
+            finished: whether the rank is finished.
+            run: the content of its ``run.json``; empty if there is none.
+
+        Raises:
+            CheckpointCorrupt: ``shard.json`` cannot be read.
+        """
+        known = run.get("owner", {}).get("commits", 0)
+        last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
+        return cls(folder, known, last, documents_of(folder / SHARD) if finished else None)
+
+    def check(self, commits: CommitSums) -> None:
+        """Checks that no commit is lost, as far as that can be known.
+
+        Raises:
+            CommitsDamaged: a commit is lost.
+        """
+        path, number = self.folder / COMMITS, len(commits.indices)
+        found = f"{path} holds {number} commits" if path.exists() else f"{path} is missing"
+        if number < self.known:
+            raise CommitsDamaged(path, f"{found}, but there were {self.known} when the rank was last started.")
+        if self.last is not None and commits.unbroken <= self.last:
+            raise CommitsDamaged(
+                path,
+                f"{found}, none of them for chunk {commits.unbroken}, but {last_chunk_of(self.folder)} says that all "
+                f"chunks up to {self.last} are done.",
+            )
+        if self.documents is not None and commits.counts.read < self.documents:
+            raise CommitsDamaged(
+                path,
+                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says that this finished rank "
+                f"has read {self.documents}.",
+            )
+        last = max(commits.indices, default=0)
+        if (gap := last - number) > MAX_GAP:
+            raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
+
+
+def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commit], int]:
+    """The commits of a rank that goes on, as ``scan_commits`` returns them. Changes nothing.
+
+    Args:
+        finished: whether the rank is finished.
+
+    Raises:
+        CommitsDamaged: a commit is lost or damaged.
+        CheckpointCorrupt: a line of another version, commits or dead letters that do not fit each other, or run.json
+            cannot be read.
+    """
+    run = read_run(folder / RUN) if (folder / RUN).exists() else {}
+    expected = Expected.read(folder, finished, run)
+    commits, size = scan_commits(folder / COMMITS)
+    expected.check(CommitSums.of(commits.values()))
+    _check_sequence(folder / COMMITS, commits)
+    _check_dead_letters(folder / DEAD_LETTERS, commits)
+    return commits, size
+
+
+def documents_of(shard: Path) -> int | None:
+    """The number of documents that a finished rank has read, as ``shard.json`` says."""
+    documents = read_shard(shard).get("documents")
+    return documents if is_count(documents) else None
+
+
+def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that each commit starts where the commits before it end, or after that.
+
+    Raises:
+        CheckpointCorrupt: one does not.
+    """
+    expected = ordinal = 0
+    for index, commit in sorted(commits.items()):
+        follows = commit.first_ordinal == ordinal if index == expected else commit.first_ordinal >= ordinal
+        if not follows:
+            raise CheckpointCorrupt(
+                f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
+                f"the commits before it (document {ordinal}). {_START_OVER}"
+            )
+        expected, ordinal = index + 1, commit.next_ordinal
+
+
+def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that dead_letters.jsonl is as long as the last commit says.
+
+    Raises:
+        CheckpointCorrupt: it is shorter.
+    """
+    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
+    size = path.stat().st_size if path.exists() else 0
+    if size < needed:
+        raise CheckpointCorrupt(
+            f"{path} has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
+            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output."
+        )

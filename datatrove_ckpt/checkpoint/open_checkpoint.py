@@ -24,7 +24,6 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
@@ -37,7 +36,6 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
     COMMITS,
-    DEAD_LETTERS,
     HISTORY,
     KEPT_ANSWERS,
     LOCK,
@@ -50,6 +48,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
@@ -387,7 +386,8 @@ class CheckpointManager:
             refused.callback(lock.release, remove=unlocked)
             refuse_half_resharded(self._root)
             claim = RunClaim(folder, self._identity, self._accept_changes, self._reshards())
-            scanned = self._check_commits(claim, finished)
+            # Before anything is changed: an earlier owner's commits may be lost.
+            scanned = None if claim.is_first else scan_complete_commits(folder, finished)
             if claim.is_first:
                 self._before_first()
             with self._joined():
@@ -420,15 +420,6 @@ class CheckpointManager:
         if retry_number(self._root.name) is not None:
             return nullcontext()
         return join_job(self._root, self._rank, self._identity, self._accept_changes)
-
-    def _check_commits(self, claim: RunClaim, finished: bool) -> tuple[dict[int, Commit], int] | None:
-        """Scans the commits of an earlier owner. Raises if some are lost, before anything is changed."""
-        if claim.is_first:
-            return None
-        commits, size = scan_complete_commits(self._folder, finished)
-        check_sequence(self._folder / COMMITS, commits)
-        check_dead_letters(self._folder / DEAD_LETTERS, commits)
-        return commits, size
 
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack

@@ -243,7 +243,7 @@ def check_output_of_run(
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
             repository on the hub is gone.
         OutputFailed: the folder cannot be listed.
-        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/completeness.py``.
+        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
     check = OutputCheck(writer, checkpoints, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []

@@ -17,15 +17,14 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
-from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
-    DEAD_LETTERS,
     RUN,
     last_chunk_file,
     rank_folder,
 )
+from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.shares import Part, Place, Share
@@ -137,8 +136,6 @@ class Scanner:
             found.rest = self.sized(found.parts)
             return found
         commits, _ = scan_complete_commits(found.folder, rank in self._finished)
-        check_sequence(found.folder / COMMITS, commits)
-        check_dead_letters(found.folder / DEAD_LETTERS, commits)
         if rank in self._finished:
             found.is_done = True
             found.point.next_ordinal = sum(commit.counts.read for commit in commits.values())

@@ -12,7 +12,6 @@ import socket
 import statistics
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -207,27 +206,17 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         now: the time, in Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
-    totals, causes = Totals(), Counter[str]()
+    totals = Totals()
     for rank in ranks:
+        totals.add(rank)
         totals.states[rank.state] += 1
-        totals.counts.add(rank.counts)
-        totals.unfinished.add(rank.unfinished)
-        totals.chunks += rank.chunks
-        totals.files += rank.files
-        totals.unfinished_chunks += rank.journals
-        totals.work = totals.work.plus(rank.work)
         totals.work_is_at_least = totals.work_is_at_least or rank.work_is_at_least
-        totals.lost_in_flight += rank.lost_in_flight
-        totals.in_flight += rank.in_flight
-        totals.waiting += rank.waiting
         totals.attempts += rank.number_of_attempts
         totals.attempts_without_a_word += sum(attempt.without_a_word for attempt in rank.attempts)
-        totals.exact = totals.exact and rank.exact
-        causes.update(rank.dead_letters)
     totals.rates = _rates_now(ranks, now)
     running = [rank for rank in ranks if rank.state == "running"]
     totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
-    totals.dead_letters = few(causes)
+    totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
     totals.started = spans[0][0] if spans else None
@@ -363,7 +352,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     sums, recent, written = ledger.sums, ledger.history, ledger.written
     rank.counts, rank.chunks, rank.files = sums.counts, len(sums.indices), sums.files
     rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.unfinished, rank.journals = ledger.unfinished, len(ledger.open_chunks)
+    rank.unfinished, rank.unfinished_chunks = ledger.unfinished, len(ledger.open_chunks)
     rank.exact = ledger.journals is not None or ledger.has_said_its_end
     rank.attempts, rank.number_of_attempts = recent.attempts, ledger.attempts
     rank.seconds, rank.dead_letters = sums.seconds, ledger.causes

@@ -395,7 +395,7 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
     write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
     rank = read_one(tmp_path)
-    assert (rank.counts.read, rank.unfinished.read, rank.journals, rank.exact) == (20, 6, 1, False)
+    assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (20, 6, 1, False)
     assert rank.unfinished == counts(6)
 
 

@@ -40,8 +40,9 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import is_unstarted
-from datatrove_ckpt.checkpoint.identity import describe_alike, read_run, without_code
+from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     JOB,
@@ -61,7 +62,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_ranks,
 )
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
-from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
+from datatrove_ckpt.checkpoint.setting_values import comparable
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.column_fit import Misfit, misfits
@@ -211,26 +212,20 @@ def _check_settings(report: Report) -> None:
 
 
 def _check_equal_settings(report: Report, ranks: list[RankLedger]) -> None:
-    settings = {rank.number: rank.settings for rank in ranks}
-    if not all(describe_alike(settings[ranks[0].number], fields) for fields in settings.values()):
-        # Some ranks were last run by another release, which describes the same code in another way.
-        settings = {number: without_code(fields) for number, fields in settings.items()}
     variants: dict[bytes, list[RankLedger]] = defaultdict(list)
     for rank in ranks:
-        variants[comparable("", settings[rank.number])].append(rank)
+        variants[comparable("", rank.settings)].append(rank)
     usual, *others = sorted(variants.values(), key=len, reverse=True)
     for rank in (rank for variant in others for rank in variant):
-        old, new = settings[usual[0].number], settings[rank.number]
         known = defaultdict[str, set[bytes]](set)
         for change in _accepted(rank, usual[0]):
             name = str(change.get("field"))
             known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-        if all(
-            {comparable(name, old.get(name)), comparable(name, new.get(name))} <= known[name]
-            for name in _differing(old, new)
-        ):
+        changes = compare(usual[0].run, RunIdentity(rank.settings))
+        if all({comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes):
             continue
-        message = f"was run with settings that differ from rank {usual[0].number}: {_differences(old, new)}."
+        differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
         report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
@@ -241,19 +236,6 @@ def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
     with suppress(CheckpointError):
         found += read_run(job).get("accepted_changes", []) if job.exists() else []
     return found
-
-
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [name for name in dict.fromkeys([*old, *new]) if not same_value(name, old.get(name), new.get(name))]
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return "; ".join(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in _differing(old, new))
-
-
-def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _check_number_of_ranks(report: Report) -> None:

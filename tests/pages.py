@@ -59,7 +59,7 @@ class Block:
 @cache
 def pages() -> dict[str, str]:
     """The text of each page, by its path below the repository's root."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 

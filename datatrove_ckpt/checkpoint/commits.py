@@ -222,12 +222,8 @@ class Commit:
 
     def _check(self) -> None:
         """The output's names are acted on: ``repair`` removes these files."""
-        numbers = [
-            self.chunk_index,
-            self.first_ordinal,
-            self.dead_letters_size,
-            *map(self.counts.__getattribute__, self.counts.__slots__),
-        ]
+        counts = (getattr(self.counts, name) for name in DocumentCounts.__slots__)  # asdict takes ten times as long
+        numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *counts]
         if not all(is_count(number) for number in [*numbers, *(file.size for file in self.files)]):
             raise ValueError("a number is missing or negative")
         if not is_seconds(self.at):

@@ -9,6 +9,6 @@ rollout's ``generate``). Then ``prefetch.py`` (where documents come from), ``sto
 runs the same run), ``null_checkpoint.py`` (a run without a checkpoint) and ``progress.py`` (statistics and progress
 bar).
 
-The room may import ``errors``, ``redaction``, ``config``, ``documents``, ``rollouts``, ``process``, ``checkpoint``,
+The room may import ``errors``, ``redaction``, ``config``, ``rollouts``, ``process``, ``checkpoint``,
 ``inference``, ``readers`` and ``output``.
 """

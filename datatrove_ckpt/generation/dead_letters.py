@@ -33,10 +33,10 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.formatting import printable, safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
+from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.redaction import redact
 

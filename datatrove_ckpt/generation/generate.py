@@ -18,7 +18,6 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import warn_of_unknown
-from datatrove_ckpt.documents import trim
 from datatrove_ckpt.errors import (
     ConfigError,
     RequestFailed,
@@ -38,6 +37,7 @@ from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import REJECTED
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
+from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import shown

@@ -24,8 +24,8 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
-from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import RemoteFiles
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.process.shutdown import Shutdown

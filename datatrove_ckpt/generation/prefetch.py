@@ -25,20 +25,19 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.shares import Share
-from datatrove_ckpt.documents import fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
+from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
-from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file
+from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.readers.step_stats import STATS, StepStats
 from datatrove_ckpt.readers.steps import StepRecord
 
 _BUFFER_DOCUMENTS = 128

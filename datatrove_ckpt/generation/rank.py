@@ -46,7 +46,7 @@ from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.readers.step_stats import StepStats
+from datatrove_ckpt.readers.pipeline import StepStats
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:

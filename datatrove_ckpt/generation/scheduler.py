@@ -21,7 +21,6 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.documents import encode_finished, is_plain
 from datatrove_ckpt.errors import causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_tasks import DocumentTasks
@@ -35,6 +34,7 @@ from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
+from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown, StopState

@@ -18,10 +18,11 @@
     listing.py         which files lie in an output folder, and how large they are
     committed.py       compares them with what the commits of a checkpoint name
     folders.py         folders that must differ: output, checkpoint, input, other steps' output
+    documents.py       a document as bytes and back, types included
     adapter.py         datatrove's default adapter without its deep copy
     arrow.py           a memory allocator for Arrow that does not block the event loop
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
 
-This package may import ``checkpoint``, ``documents`` and the modules below them (``errors``, ``backoff``, ...).
+This package may import ``checkpoint`` and the modules below them (``errors``, ``backoff``, ...).
 """

@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 
-from datatrove_ckpt.documents import decode, decode_plain, field_names, line_of
+from datatrove_ckpt.output.documents import decode, decode_plain, field_names, line_of
 
 _DEFAULT = DiskWriter._default_adapter
 _WRITE_LINE = JsonlWriter._write

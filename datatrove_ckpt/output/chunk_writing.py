@@ -15,7 +15,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.documents import decode
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.adapter import decode_for, write_for
 from datatrove_ckpt.output.arrow_types import NotUnited
@@ -29,6 +28,7 @@ from datatrove_ckpt.output.column_types import (
     read_schema,
 )
 from datatrove_ckpt.output.committed import CommittedFile
+from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.schema_check import is_parquet, watch_schema

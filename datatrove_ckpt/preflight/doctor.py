@@ -20,7 +20,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.documents import decode, encode
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
@@ -28,6 +27,7 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.names import writer_name

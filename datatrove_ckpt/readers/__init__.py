@@ -10,11 +10,9 @@
     inputs.py          checks that the input is still the one that the position was made for
     extent.py          how much of the input is done: for percent and time left
     compressed.py      compressed files as streams; a damaged one is an error
-    no_documents.py    explains an input that has rows but no document
-    blocks.py          BlockInput: an input as blocks of rows, for training; block_files.py: what a format gives to it;
-                       parquet_blocks.py, arrow_blocks.py, line_blocks.py: the formats
-    row_counts.py      keeps the rows of files that were counted
-    samples.py         rows of a table as dicts and arrays
+    no_output/documents.py    explains an input that has rows but no document
+    pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
+    arrow_files.py     files of Arrow and Parquet, opened; rows taken out of tables
     permutations.py    shuffled orders
 
 This package may import ``errors``, ``formatting``, ``backoff``, ``redaction``, ``remote_errors`` and ``config``.

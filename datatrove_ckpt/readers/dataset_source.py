@@ -25,7 +25,7 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers.gather import take_rows
+from datatrove_ckpt.readers.arrow_files import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.retries import retrying

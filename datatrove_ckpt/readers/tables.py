@@ -27,11 +27,9 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.arrow_blocks import is_stream, map_or_open
+from datatrove_ckpt.readers.arrow_files import is_stream, map_or_open, opened, take_rows
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
-from datatrove_ckpt.readers.block_files import opened
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.gather import take_rows
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import FilePosition

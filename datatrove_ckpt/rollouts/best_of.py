@@ -15,9 +15,8 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
-from datatrove_ckpt.rollouts.messages import prompt_source
 from datatrove_ckpt.rollouts.prompt import PromptRollout
-from datatrove_ckpt.rollouts.templates import fill, parse
+from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 

@@ -12,10 +12,17 @@ from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
-from datatrove_ckpt.rollouts.messages import prompt_source, with_system
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest
-from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, times_text
+from datatrove_ckpt.rollouts.templates import (
+    BARE,
+    check_template,
+    fill,
+    fixed_length,
+    prompt_source,
+    times_text,
+    with_system,
+)
 
 Filled: TypeAlias = Callable[[str], str]
 

@@ -4,16 +4,17 @@
     order.py      which row stands at which position of an epoch
     deal.py       which worker reads which positions; what is left after another topology
     plan.py       these two for one worker, from the dataset's settings
-    index.py      the input as blocks, and rows of it
+    index.py      the rows of an input by number
     epoch.py      an iteration of a worker
-    iterations.py which iterations over one dataset there are
+    blocks.py     BlockInput: the input as blocks of rows; block_formats.py: what a format gives
+    samples.py    rows of a table as dicts and arrays, and rows taken out of batches
     states.py     states of workers, and of all ranks together
     resume.py     restore(): these into a loader
     streams.py    input whose rows cannot be counted
     shared.py     what the workers and the training loop tell each other
     packing.py    Pack: rows of tokens as samples of one length
     mixing.py     Mix: several sources, drawn by weight
-    stateful.py   what these two share; they need no torch
+    stateful.py   what these two share, and which iterations over a dataset there are; they need no torch
 
 The names are imported at their first use, so that what needs no torch can be imported and tested without it.
 """

@@ -34,10 +34,9 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.deal import Even, Topology
 from datatrove_ckpt.torch.epoch import Epoch
 from datatrove_ckpt.torch.index import Index
-from datatrove_ckpt.torch.iterations import Handle, Iterations
 from datatrove_ckpt.torch.plan import Plan, Settings, Sharding, make_order, parse_window
 from datatrove_ckpt.torch.shared import Shared
-from datatrove_ckpt.torch.stateful import Refused
+from datatrove_ckpt.torch.stateful import Handle, Iterations, Refused
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from datatrove_ckpt.torch.streams import StreamEpoch, is_stream_state, start_state
 

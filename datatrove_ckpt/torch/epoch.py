@@ -10,9 +10,9 @@ from loguru import logger
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays
 from datatrove_ckpt.torch.index import Index, Row, RowSource
 from datatrove_ckpt.torch.plan import Plan
+from datatrove_ckpt.torch.samples import json_row, row_arrays, table_arrays
 
 _CHUNK_BYTES, _CHUNK_ROWS = 2**21, 8192
 """The most that becomes Python objects together."""

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.blocks import Block
+    from datatrove_ckpt.torch.blocks import Block
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 

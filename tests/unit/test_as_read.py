@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from datatrove.data import Document, Media
 
-from datatrove_ckpt.documents import decode, encode, fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.output.documents import decode, encode, fingerprint
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, letters, runner
 

@@ -19,12 +19,11 @@ from datatrove_ckpt.readers import (
     JsonlReader,
     ParquetReader,
     SeekingReader,
-    blocks,
-    line_blocks,
     position_state,
     tables,
 )
-from datatrove_ckpt.readers.blocks import BlockInput
+from datatrove_ckpt.torch import block_formats, blocks
+from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 ROWS = [
@@ -37,8 +36,8 @@ SIZES = [40, 0, 25, 35]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_ROWS", 6)
-    monkeypatch.setattr(line_blocks, "_GROUP_BYTES", 1000)
-    monkeypatch.setattr(line_blocks, "_SKIP_BYTES", 300)
+    monkeypatch.setattr(block_formats, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(block_formats, "_SKIP_BYTES", 300)
 
 
 def _tables() -> list[pa.Table]:
@@ -178,7 +177,7 @@ ODD = [
 def test_a_row_is_a_line_that_is_not_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, lines: list[bytes]
 ) -> None:
-    monkeypatch.setattr(line_blocks, "_GROUP_BYTES", size)
+    monkeypatch.setattr(block_formats, "_GROUP_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     found = BlockInput(JsonlReader(tmp_path.as_posix()))

@@ -22,9 +22,17 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.documents import decode, decode_plain, encode, encode_finished, fingerprint, is_plain, line_of
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.adapter import decode_for, write_for
+from datatrove_ckpt.output.documents import (
+    decode,
+    decode_plain,
+    encode,
+    encode_finished,
+    fingerprint,
+    is_plain,
+    line_of,
+)
 from datatrove_ckpt.output.names import FileNames
 
 
@@ -119,7 +127,7 @@ texts = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
     lambda inner: st.lists(inner) | st.dictionaries(texts | st.just("$py"), inner),
-    max_leaves=12,
+    max_leaves=20,
 )
 
 
@@ -237,7 +245,7 @@ def check_finished(document: Document) -> bytes:
     return data
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(texts, st.lists(results), st.dictionaries(texts | st.just("$py"), plain))
 def test_the_line_of_a_finished_document_is_what_the_writer_writes(
     text: str, found: list[InferenceResult], metadata: dict[str, Any]

@@ -24,21 +24,20 @@ ROOMS = {
     "redaction": "errors formatting",
     "remote_errors": "formatting redaction",
     "config": "errors redaction",
-    "documents": "errors formatting",
     "rollouts": "errors formatting config",
     "process": "errors formatting redaction",
     "checkpoint": "errors formatting redaction process",
     "mirror": "errors formatting backoff redaction remote_errors config process checkpoint",
     "inference.client": "errors backoff redaction config process",
     "inference.servers": "errors backoff redaction config process inference.client",
-    "output": "errors formatting backoff redaction remote_errors config documents checkpoint",
+    "output": "errors formatting backoff redaction remote_errors config checkpoint",
     "readers": "errors formatting backoff redaction remote_errors config checkpoint",
     "torch": "errors readers",
-    "generation": "errors formatting redaction config documents rollouts process checkpoint mirror inference.client"
+    "generation": "errors formatting redaction config rollouts process checkpoint mirror inference.client"
     " inference.servers output readers",
     "runner": "errors redaction config rollouts process checkpoint output generation",
     "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
-    "preflight": "errors formatting redaction remote_errors config documents process checkpoint inference.servers"
+    "preflight": "errors formatting redaction remote_errors config process checkpoint inference.servers"
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction remote_errors config process checkpoint readers generation runner maintenance"

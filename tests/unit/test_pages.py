@@ -131,7 +131,9 @@ def test_every_page_can_be_reached_from_readme() -> None:
     reached, waiting = {"README.md"}, ["README.md"]
     while waiting:
         text = pages()[waiting.pop()]
-        found = {name for name in pages() if name in text or re.search(rf"\]\({Path(name).name}[#)]", text)}
+        found = {
+            name for name in pages() if name in text or re.search(rf"\]\((internals/)?{Path(name).name}[#)]", text)
+        }
         waiting += found - reached
         reached |= found
     assert reached == set(pages())
@@ -254,7 +256,7 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
-    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base._VERSION)]
+    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
     assert [row[2] for row in numbers] == expected
     (current,) = [row for row in versions if version("datatrove-ckpt") in row[0]]
     assert current[1:] == expected

@@ -17,13 +17,16 @@ from datatrove_ckpt.generation.final_stats import fill_stats
 
 
 def test_stats_are_equal_to_those_made_one_by_one() -> None:
-    expected, counts, work = MetricStatsDict(), DocumentCounts(), WorkStats()
+    expected, counts, one_by_one, work = MetricStatsDict(), DocumentCounts(), DocumentCounts(), WorkStats()
     chance = random.Random(0)
     for _ in range(20):  # chunks
-        chunk = WorkStats()
+        chunk, documents = WorkStats(), []
         for number in range(100):
-            requests = [chance.randrange(3) for _ in range(4)]
-            kept, failed = chance.randrange(5), chance.randrange(sum(requests) + 1)
+            usual = number % 3 == 0  # one rollout with at most one request, which was answered: nothing else is noted
+            requests = [chance.randrange(2)] if usual else [chance.randrange(3) for _ in range(4)]
+            outcome: Outcome = "dead" if number % 10 == 0 else "written"
+            kept = int(outcome == "written") if usual else chance.randrange(5)
+            failed = 0 if usual else chance.randrange(sum(requests) + 1)
             tokens = []
             for _ in range(sum(requests) - failed):
                 tokens += [chance.randrange(5000), chance.randrange(1, 3)]
@@ -35,15 +38,18 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
             for count in requests:
                 expected["requests"].update(count, "rollout")
             expected["successful_rollouts"].update(kept, "document")
-            expected["failed_rollouts"].update(4 - kept, "document")
-            outcome: Outcome = "dead" if number % 10 == 0 else "written"
+            expected["failed_rollouts"].update(len(requests) - kept, "document")
             expected["skipped_bad_requests" if outcome == "dead" else "documents_processed"].update(1, "document")
             totals = sum(requests), sum(tokens[::2]), sum(tokens[1::2])
-            line = Finished(number, outcome, "", b"null", *totals, Work(kept, failed, requests, tokens)).to_line()
-            finished = Finished.from_body(unseal(line) or b"")
-            counts.count(outcome, *totals)
-            chunk.count([finished.took])
+            took = None if usual else Work(kept, failed, requests, tokens)
+            ends = len(tokens) // 2, chance.randrange(2), chance.randrange(2)
+            line = Finished(number, outcome, "", b"null", *totals, took, ends=ends).to_line()
+            documents.append(Finished.from_body(unseal(line) or b"").took)
+            one_by_one.count(outcome, *totals, *ends)
+        counts.count_all(documents)
+        chunk.count(documents)
         work.add(WorkStats.from_json(orjson.loads(orjson.dumps(chunk.to_json()))))
+    assert counts == one_by_one
     stats = Stats("ours")
     fill_stats(stats, counts, work, Seconds(3.5, 4.5))
     assert stats.stats.pop("inference_time").total == 3.5

@@ -14,7 +14,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
-from datatrove_ckpt.rollouts.splitting import Chars, Tokens, split, stitch
+from datatrove_ckpt.rollouts.chunked import Chars, Tokens, split, stitch
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
 from tests.unit.test_rollouts import document

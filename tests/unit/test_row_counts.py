@@ -15,9 +15,8 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
-from datatrove_ckpt.readers.blocks import BlockInput
-from datatrove_ckpt.readers.line_blocks import LineBlocks
-from datatrove_ckpt.readers.row_counts import RowCounts, cache_folder
+from datatrove_ckpt.torch.block_formats import LineBlocks
+from datatrove_ckpt.torch.blocks import BlockInput, RowCounts, cache_folder
 
 
 @pytest.fixture(autouse=True)

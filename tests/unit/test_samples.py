@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from datatrove_ckpt.readers import gather, samples
-from datatrove_ckpt.readers.gather import Batches, owned
-from datatrove_ckpt.readers.samples import json_row, row_arrays, table_arrays, table_rows
+from datatrove_ckpt.torch import samples
+from datatrove_ckpt.torch.samples import Batches, json_row, owned, row_arrays, table_arrays, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -137,7 +136,7 @@ ALL = COLUMNS | LISTS
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of any size stay apart, or are joined."""
-    monkeypatch.setattr(gather, "_SMALL", request.param)
+    monkeypatch.setattr(samples, "_SMALL", request.param)
 
 
 def check(tables: list[pa.Table], rows: list[int]) -> None:

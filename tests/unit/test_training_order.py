@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.readers.blocks import Block
+from datatrove_ckpt.torch.blocks import Block
 from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
 from datatrove_ckpt.torch.order import (
     BlockTable,

@@ -23,8 +23,8 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import COMMITS, MIGRATED, journal_path
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.documents import encode
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.preflight.migration.findings import Chunk, Rank
 from datatrove_ckpt.preflight.migration.judgement import Files, Matcher

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.resharding import Staging
 from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.preflight.reshard.scan import RankInput
-from datatrove_ckpt.readers.parts import between
+from datatrove_ckpt.readers.inputs import between
 
 _HERE = Path()
 _START = Place(0, ())

@@ -28,10 +28,10 @@ from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.shares import Part, Place, Share
-from datatrove_ckpt.documents import fingerprint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.readers.parts import after, between
+from datatrove_ckpt.output.documents import fingerprint
+from datatrove_ckpt.readers.inputs import after, between
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
 
 

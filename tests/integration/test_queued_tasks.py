@@ -1,0 +1,58 @@
+"""A task that an earlier version has queued runs with this one: what its executor.pik names is still there.
+
+tests/data/queued has the files: see tests/make_queued.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import dill
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+from tests import processes
+from tests.jobs import ids
+from tests.make_queued import QUEUED, SITE, TASKS, TEXTS, identity, runners, settings, write_input
+
+PICKLES = sorted(str(path.relative_to(QUEUED).with_suffix("")) for path in QUEUED.glob("*/*.pik"))
+
+
+@pytest.mark.parametrize("pickle", PICKLES)
+def test_what_is_queued_is_the_job_that_it_was(pickle: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SITE)
+    made = json.loads((QUEUED / pickle).with_name("made.json").read_bytes())[Path(pickle).name]
+    steps = runners(dill.loads((QUEUED / pickle).with_suffix(".pik").read_bytes()))
+    for then, step in zip(made, steps, strict=True):
+        assert known(then["settings"], settings(step)) == then["settings"]
+        assert identity(step) == then["identity"]
+
+
+def known(then: Any, now: Any) -> Any:
+    """Without the settings that were added since."""
+    return {name: known(then[name], now[name]) for name in then if name in now} if isinstance(then, dict) else now
+
+
+@pytest.mark.real_process
+@pytest.mark.parametrize("pickle", [name for name in PICKLES if not name.endswith("/parts")])
+def test_a_queued_task_runs(pickle: str, here: Path, server: FakeServer) -> None:
+    write_input(here)
+    (here / "logs").mkdir()
+    (here / "logs" / "ranks_to_run.json").write_text(json.dumps([*range(TASKS)]))
+    (here / "logs" / "executor.pik").write_bytes((QUEUED / pickle).with_suffix(".pik").read_bytes())
+    processes.write_program(here / "bin" / "scontrol", "#!/bin/sh\necho node1\n")
+    environment = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_NODELIST": "node1", "PATH": f"bin:{os.environ['PATH']}"}
+    environment |= {"QUEUED_URL": server.url, "QUEUED_KEY": "k3y"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SITE), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-m", "datatrove.tools.launch_pickled_pipeline", "logs/executor.pik"]
+    done = processes.run(command, env={**os.environ, **environment}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    is_script = pickle.endswith("/script")
+    assert ids(here) == [f"0/{index}" for index, text in enumerate(TEXTS[0]) if text != "no" or not is_script]
+    assert list(server.asked) == (["Say a0 plainly", "Say a1 plainly"] if is_script else [])
+    assert (here / "logs" / "completions" / "00000").exists()
+    assert ((here / "mirror").exists(), (here / "00000.prom").exists()) == (is_script, is_script)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -76,17 +77,7 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        lock: files.Lock,
-        fence: Fence,
-        rank_files: RankFiles,
-        point: ResumePoint,
-        records_per_chunk: int,
-        write_chunk: WriteChunk,
-        placement: Placement,
-        mirror: Mirror,
-        shutdown: Shutdown,
+        self, settings: CheckpointManager, lock: files.Lock, fence: Fence, rank_files: RankFiles, point: ResumePoint
     ) -> None:
         self.resumed = point
         self.error: BaseException | None = None
@@ -97,17 +88,19 @@ class OpenCheckpoint:
         """Called by ``close``, before it waits for the publication that is under way."""
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         """Called by ``close``, once nothing more is committed: the end of the attempt, for the history."""
-        self._folder = folder
+        self._folder = folder = settings.folder
         self._lock = lock
         self._files = rank_files  # used in the storage thread only, but for its two counters
-        self._chunks = ChunkTracker(folder, records_per_chunk, point, self._publish)
+        self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
-        self._publisher = Publisher(write_chunk, placement, fence, self._commit, self.fail, shutdown)
-        self._placement = placement
+        self._placement = settings.placement
+        self._publisher = Publisher(
+            settings.write_chunk, self._placement, fence, self._commit, self.fail, settings.shutdown
+        )
         self._room = DiskRoom(folder)
-        self._mirror = mirror
+        self._mirror = settings.mirror or NoMirror()
         self._complete = 0
-        self._records_per_chunk = records_per_chunk
+        self._records_per_chunk = settings.records_per_chunk
         self._admitted = self._finished = self._finished_bytes = 0
         self._closing = threading.Lock()
         self._closed = False
@@ -315,6 +308,7 @@ class OpenCheckpoint:
 # rank finished.
 
 
+@dataclass
 class CheckpointManager:
     """The checkpoint of one rank, not open yet: settings only.
 
@@ -332,38 +326,27 @@ class CheckpointManager:
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        rank: int,
-        records_per_chunk: int,
-        identity: RunIdentity,
-        write_chunk: WriteChunk,
-        *,
-        placement: Placement | None = None,
-        sync_seconds: SecondsOrAuto = 1.0,
-        retry_errors: bool = False,
-        keep_answers: bool = False,
-        accept_changes: bool = False,
-        mirror: Mirror | None = None,
-        before_first: Callable[[], None] = lambda: None,
-        shutdown: Shutdown | None = None,
-    ) -> None:
-        self._root = root
-        self._rank = rank
-        self._folder = rank_folder(root, rank)
-        self._last_chunk = last_chunk_file(root, rank)
-        self._records_per_chunk = records_per_chunk
-        self._identity = identity
-        self._write_chunk = write_chunk
-        self._placement = placement or Placement()
-        self._sync_seconds: SecondsOrAuto = sync_seconds
-        self._retry_errors = retry_errors
-        self._kept = self._folder / KEPT_ANSWERS if keep_answers else None
-        self._accept_changes = accept_changes
-        self._mirror = mirror or NoMirror()
-        self._before_first = before_first
-        self._shutdown = shutdown or Shutdown()
+    root: Path
+    rank: int
+    records_per_chunk: int
+    identity: RunIdentity
+    write_chunk: WriteChunk
+    placement: Placement = field(default_factory=Placement)
+    sync_seconds: SecondsOrAuto = 1.0
+    retry_errors: bool = False
+    keep_answers: bool = False
+    accept_changes: bool = False
+    mirror: Mirror | None = None
+    before_first: Callable[[], None] = lambda: None
+    shutdown: Shutdown = field(default_factory=Shutdown)
+
+    @property
+    def folder(self) -> Path:
+        return rank_folder(self.root, self.rank)
+
+    @property
+    def _last_chunk(self) -> Path:
+        return last_chunk_file(self.root, self.rank)
 
     def open(self) -> OpenCheckpoint:
         """Takes the lock, checks the identity, recovers, and starts the threads.
@@ -371,7 +354,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
-        folder = self._folder
+        folder = self.folder
         check_files(folder, self._last_chunk)
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
@@ -384,42 +367,41 @@ class CheckpointManager:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
-            refuse_half_resharded(self._root)
-            claim = RunClaim(folder, self._identity, self._accept_changes, self._reshards())
+            refuse_half_resharded(self.root)
+            claim = RunClaim(folder, self.identity, self.accept_changes, self._reshards())
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)
             if claim.is_first:
-                self._before_first()
+                self.before_first()
             with self._joined():
                 refused.pop_all()
                 undo.callback(lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
                 fence, cache = self._take_over(lock, claim, len(scanned[0]) if scanned else 0, undo)
             log = CommitLog(folder / COMMITS, scanned if lock.works else None)
-            if self._retry_errors:
+            if self.retry_errors:
                 cache.forget_errors()
-            point = recover(folder, self._last_chunk, log, cache, self._records_per_chunk)
+            point = recover(folder, self._last_chunk, log, cache, self.records_per_chunk)
             point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
-            interval = make_interval(self._sync_seconds, SYNC_TUNING)
+            interval = make_interval(self.sync_seconds, SYNC_TUNING)
             rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
             rank_files.start_history()
             undo.pop_all()
-        settings = self._records_per_chunk, self._write_chunk, self._placement, self._mirror, self._shutdown
-        checkpoint = OpenCheckpoint(folder, lock, fence, rank_files, point, *settings)
+        checkpoint = OpenCheckpoint(self, lock, fence, rank_files, point)
         checkpoint.start()
         return checkpoint
 
     def _reshards(self) -> int:
         """How many times the input was dealt out anew. The dead letters that a retry reads are no part of it."""
-        if retry_number(self._root.name) is not None:
+        if retry_number(self.root.name) is not None:
             return 0
-        return count_reshards(self._root, self._rank, self._identity.fields.get("tasks"))
+        return count_reshards(self.root, self.rank, self.identity.fields.get("tasks"))
 
     def _joined(self) -> AbstractContextManager[None]:
         """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""
-        if retry_number(self._root.name) is not None:
+        if retry_number(self.root.name) is not None:
             return nullcontext()
-        return join_job(self._root, self._rank, self._identity, self._accept_changes)
+        return join_job(self.root, self.rank, self.identity, self.accept_changes)
 
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
@@ -432,9 +414,9 @@ class CheckpointManager:
         if lock.works and (claim.forked is not None or not claim.is_first):
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo, claim.is_first)
-            if self._placement.is_later:
+            if self.placement.is_later:
                 # On a full disk run.json needs their room. They are made again from the journals, which stay.
-                files.disk.remove_tree(self._folder / STAGING)
+                files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
         if not lock.works:
@@ -442,17 +424,17 @@ class CheckpointManager:
         return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
 
     def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
-        cache = RequestCache(self._folder / CACHE, self._kept)
+        cache = RequestCache(self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None)
         undo.callback(cache.close)
         if is_fork:  # its answers came from a run whose chunks may have had another size
-            cache.renumber(self._records_per_chunk)
+            cache.renumber(self.records_per_chunk)
         return cache
 
     def _detach(self) -> None:
         """Without locks, an earlier owner may still have these files open, until it checks the fence."""
-        for chunk_index in journal_indices(self._folder):
-            files.disk.detach(journal_path(self._folder, chunk_index))
+        for chunk_index in journal_indices(self.folder):
+            files.disk.detach(journal_path(self.folder, chunk_index))
         for suffix in ("", *CACHE_LOGS):
-            files.disk.detach(self._folder / (CACHE + suffix))
-        files.disk.detach(self._folder / COMMITS)
-        files.disk.detach(self._folder / HISTORY)
+            files.disk.detach(self.folder / (CACHE + suffix))
+        files.disk.detach(self.folder / COMMITS)
+        files.disk.detach(self.folder / HISTORY)

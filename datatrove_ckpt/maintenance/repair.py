@@ -29,7 +29,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from datatrove.io import get_datafolder
 
@@ -42,12 +41,11 @@ from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputFailed
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.hub_removal import remove_files
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.output.removal import remove_file, remove_output
 
 _BLOCK = 1 << 20
 
@@ -81,7 +79,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
             _take_back(redo)
         # The next run may choose other names, from metadata for example.
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
-        _remove_output(report, [name for name in names if name not in keep])
+        remove_output(report.folder, [name for name in names if name not in keep])
 
 
 def _claim(rank: RankLedger) -> RunClaim:
@@ -111,17 +109,9 @@ def _expect_only(rank: RankLedger, chunks: list[int]) -> None:
 
 def _remove_marker(logging_dir: str, number: int) -> None:
     folder, name = get_datafolder(logging_dir), f"completions/{number:05d}"
-    _remove(folder, name)
+    remove_file(folder, name)
     if folder.is_local():
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
-
-
-def _remove_output(report: Report, names: list[str]) -> None:
-    if report.hub is not None:
-        remove_files(report.hub, names)
-        return
-    for name in names:
-        _remove(report.folder, name)
 
 
 def _take_back(redo: Redo) -> None:
@@ -183,20 +173,6 @@ def _replace_commits(rank: RankLedger, commits: dict[int, Commit], to_redo: set[
         else:
             lines.append(seal(line.body))
     files.disk.replace(rank.commits_file, b"".join(lines))
-
-
-def _remove(folder: Any, name: str) -> None:
-    if folder.is_local():
-        files.disk.remove(Path(folder.resolve_paths(name)))
-        return
-    try:
-        with file_system_call():
-            folder.rm_file(name)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        where = folder.resolve_paths(name)
-        raise OutputFailed(f"{where} could not be removed: {failure_text(error)}. Repair again.") from error
 
 
 # the plan -------------------------------------------------------------------------------------------------------------

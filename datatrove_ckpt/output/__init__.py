@@ -8,7 +8,7 @@
     hub.py             a folder on the Hugging Face hub, and what lies there
     hub_access.py      whether a job may write there: repository, token and branch
     hub_lag.py         looks again at what the hub does not show yet
-    hub_removal.py     removes files from the hub, in one commit
+    removal.py         removes files; from the hub in one commit
     hub_uploads.py     uploads content to the hub, and makes commits
     hub_commits.py     HubCommits: few commits for many files, in a thread of its own
     hub_writers.py     datatrove's writers for the hub, without their own uploads

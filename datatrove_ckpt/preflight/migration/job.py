@@ -28,9 +28,9 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_removal import remove_files
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
+from datatrove_ckpt.output.removal import remove_files
 from datatrove_ckpt.preflight.migration.building import build
 from datatrove_ckpt.preflight.migration.findings import Findings, Rank, Shape
 from datatrove_ckpt.preflight.migration.holders import find_holder, open_files, warn_of_young

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
@@ -27,12 +28,13 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.output.writer_check import check_rank_in_template
 from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.dealing import deal
 from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move
-from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_files
 from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
 from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
 from datatrove_ckpt.process.open_files import allow_open_files
@@ -141,7 +143,7 @@ def _resume(
 
 
 def _carry_out(executor: Any, runner: InferenceRunner, plan: ReshardPlan) -> None:
-    forget, remove = partial(_forget_marker, executor), partial(remove_output, runner.output_writer)
+    forget, remove = partial(_forget_marker, executor), partial(remove_output, runner.output_writer.output_folder)
     carry_out(runner.checkpoints_root, plan, forget, remove)
 
 
@@ -322,7 +324,7 @@ class _Reshard:
             if not own[task].has_started:
                 plan.started[task] = rank
         with_journals = [rank for rank in plan.retired if ranks[rank].point.journals]
-        plan.unfinished = unfinished_files(self._runner.output_writer, self._root, with_journals)
+        plan.unfinished = _unfinished_files(self._runner.output_writer, self._root, with_journals)
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())
@@ -368,3 +370,19 @@ class _Reshard:
         size = self._inputs.size(index)
         content = "" if self._reader._may_grow(part.name) else self._inputs.fingerprint(index, size, whole=True)
         return part._replace(size=size, hash=content)
+
+
+def _unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
+    """The files of chunks of these ranks that have a journal: published before a kill, and not committed.
+
+    Such a rank would publish them again. Now its documents go to another rank, which writes files of its own.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    if not ranks:
+        return []
+    commits = [RankCommits(root, rank, []) for rank in ranks]
+    check = OutputCheck(writer, root)
+    found = check.look(commits)
+    return [name for rank in commits for name in check.unfinished_files(rank, found)]

@@ -332,12 +332,10 @@ def read_last_chunk(path: Path) -> int | None:
     Raises:
         StorageFailed: it cannot be read.
     """
-    try:
-        with explained("read", path):
-            text = path.read_bytes() if path.exists() else b""
-        return int(text) if text.strip().isdigit() and len(text) < 20 else None
-    except FileNotFoundError:
-        return None
+    text = b""
+    with explained("read", path), suppress(FileNotFoundError):
+        text = path.read_bytes()
+    return int(text) if text.strip().isdigit() and len(text) < 20 else None
 
 
 class CommitLog:

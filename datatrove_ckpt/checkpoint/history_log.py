@@ -19,9 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
-
-import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
@@ -37,7 +34,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     is_progress_line,
     parse_line,
 )
-from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
@@ -241,34 +238,13 @@ class Rates:
             setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
 
 
-class Minute(NamedTuple):
-    """The part of a progress line that tells how fast an attempt is. ``own``: without errors. ``input``: done."""
-
-    at: float
-    own: WorkCounts
-    input: int
-
-    def is_level(self, other: Minute) -> bool:
-        """Whether no document was finished and no request answered between the two."""
-        return (self.own.documents, self.own.requests) == (other.own.documents, other.own.requests)
-
-    @classmethod
-    def read(cls, line: bytes) -> Minute | None:
-        """None if the line is damaged."""
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            data = orjson.loads(unseal(line) or b"")
-            own = WorkCounts.from_json(data["own"], {})
-            return cls(float(data["at"]), own, InputPosition.from_json(data["pos"]).done)
-        return None
-
-
 @dataclass(slots=True)
 class RecentHistory:
     """The attempts of a rank, and its last minutes.
 
     Attributes:
         last: the newest progress line; None if there is none.
-        window: minutes of the newest attempt, the last one among them, in their order.
+        window: minutes of the newest attempt, the last one among them, in their order; none if it has ended.
         since: the line since which nothing was finished in the newest attempt; None if something was lately.
         servers: what happened to servers in the newest attempt.
         last_at: time of the newest line.
@@ -276,12 +252,12 @@ class RecentHistory:
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     last: Progress | None = None
-    window: list[Minute] = field(default_factory=list)
+    window: list[Progress] = field(default_factory=list)
     since: Progress | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     last_at: float | None = None
 
-    def before(self, seconds: float) -> Minute | None:
+    def before(self, seconds: float) -> Progress | None:
         """The newest line that is so much older than the last one; the first of the attempt, if it is younger."""
         if len(self.window) < 2:
             return None
@@ -292,7 +268,9 @@ class RecentHistory:
     def is_stuck(self) -> bool:
         """Whether nothing was finished in the newest attempt for ``STUCK_SECONDS``."""
         then = self.before(STUCK_SECONDS)
-        return then is not None and self.window[-1].at - then.at >= STUCK_SECONDS - 1 and then.is_level(self.window[-1])
+        return (
+            then is not None and self.window[-1].at - then.at >= STUCK_SECONDS - 1 and _is_level(then, self.window[-1])
+        )
 
     def rates(self) -> Rates:
         """Of the last minutes of the newest attempt."""
@@ -305,7 +283,7 @@ class RecentHistory:
             requests=max(0, last.own.requests - then.own.requests) / seconds,
             prompt_tokens=max(0, last.own.prompt_tokens - then.own.prompt_tokens) / seconds,
             completion_tokens=max(0, last.own.completion_tokens - then.own.completion_tokens) / seconds,
-            input=max(0, last.input - then.input) / seconds,
+            input=max(0, last.position.done - then.position.done) / seconds,
         )
 
 
@@ -347,20 +325,21 @@ def _summarise(lines: list[bytes]) -> RecentHistory:
     _count(found, attempts, parse_line(minute))
     found.attempts = [attempts[number] for number in sorted(attempts)]
     found.last_at = max((attempt.last_seen for attempt in found.attempts), default=None)
-    found.window = _window(lines, max(attempts, default=0))
+    if found.attempts and found.attempts[-1].ended is None:  # how fast one was that has ended, its last line says
+        found.window = _window(lines, max(attempts))
     if found.is_stuck:
         found.since = _standstill(lines, found.window[-1], max(attempts))
     return found
 
 
-def _standstill(lines: list[bytes], last: Minute, attempt: int) -> Progress | None:
+def _standstill(lines: list[bytes], last: Progress, attempt: int) -> Progress | None:
     """The first line of the newest attempt with the numbers of its last one. They never fall: few lines are parsed."""
     heads = ((line, _HEAD.match(line, BODY_AT)) for line in lines)
     own = [line for line, head in heads if head is not None and int(head[2]) == attempt]
 
     def is_level(line: bytes) -> bool:
-        minute = Minute.read(line)
-        return minute is not None and minute.is_level(last)
+        minute = parse_line(line)
+        return isinstance(minute, Progress) and _is_level(minute, last)
 
     first = own[bisect_left(own, True, key=is_level) :][:1]
     record = parse_line(first[0]) if first else None
@@ -386,32 +365,30 @@ def _count(found: RecentHistory, attempts: dict[int, AttemptSummary], record: Re
         found.last = record
 
 
-def _window(lines: list[bytes], attempt: int) -> list[Minute]:
+def _is_level(one: Progress, other: Progress) -> bool:
+    """Whether no document was finished and no request answered between the two."""
+    return (one.own.documents, one.own.requests) == (other.own.documents, other.own.requests)
+
+
+def _window(lines: list[bytes], attempt: int) -> list[Progress]:
     """Of the newest attempt: the last minute line, those as old as the two periods, and the first one if it is younger.
 
     Only these are parsed. Of the others, the time is read.
     """
-    chosen: list[bytes] = []
-    last = oldest = 0.0
-    ages = iter((0.0, RATE_SECONDS, STUCK_SECONDS))
-    age = next(ages)
-    before = b""
+    near: list[tuple[float, bytes]] = []  # age and line, from the last one back
+    last = 0.0
     for line in reversed(lines):
-        head = _HEAD.match(line, BODY_AT)
-        if head is None:
+        if (head := _HEAD.match(line, BODY_AT)) is None:
             continue
         if int(head[2]) != attempt:
             break
-        at = float(head[1])
-        last = last or at
-        before, oldest = line, last - at
-        if oldest >= age - 1:
-            chosen.append(line)
-            if (age := next(ages, -1.0)) < 0:
-                break
-    if chosen and before is not chosen[-1]:
-        chosen.append(before)
-    return [minute for line in reversed(chosen) if (minute := Minute.read(line)) is not None]
+        last = last or float(head[1])
+        near.append((last - float(head[1]), line))
+        if near[-1][0] >= STUCK_SECONDS - 1:
+            break
+    rate = next((index for index, (age, _) in enumerate(near) if age >= RATE_SECONDS - 1), 0)
+    chosen = [near[index][1] for index in sorted({0, rate, len(near) - 1} & {*range(len(near))}, reverse=True)]
+    return [record for line in chosen if isinstance(record := parse_line(line), Progress)]
 
 
 def downtime(attempts: list[AttemptSummary]) -> float:

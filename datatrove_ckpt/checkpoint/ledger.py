@@ -65,7 +65,7 @@ from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
@@ -381,10 +381,12 @@ class _Listing:
     def __init__(self, folder: Path) -> None:
         self._path, self.folder = folder, str(folder)
         self.journals: list[int] = []
-        if not folder.is_dir():
+        try:
+            with explained("read", folder), os.scandir(folder) as entries:
+                self.entries = {entry.name: entry for entry in entries}
+        except StorageFailed:
             self._refuse()
-        with explained("read", folder), os.scandir(folder) as entries:
-            self.entries = {entry.name: entry for entry in entries}
+            raise
 
     def check(self) -> None:
         """Finds the journals.

@@ -34,8 +34,7 @@ from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.run_progress import RunProgress
-from datatrove_ckpt.process.screen import Screen
+from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
 _EXTRAS = {
@@ -39,6 +39,42 @@ def all_are(number: int, noun: str) -> str:
 def number_range(start: int, end: int) -> str:
     """The numbers from ``start`` up to, not including, ``end``: "7", "7 to 9"."""
     return f"{start}" if end - start <= 1 else f"{start} to {end - 1}"
+
+
+def ranges(numbers: Iterable[int], most: int = 50) -> str:
+    """Numbers of ranks, runs of them as ranges, at most so many: "3-7, 9"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    return ", ".join(shown) + (", ..." if len(runs) > most else "")
+
+
+def percent(share: float) -> str:
+    """A share of 1: "12.3 %". Only what is complete is 100 %."""
+    return "100 %" if share >= 1.0 else f"{min(share * 100, 99.9):.1f} %"
+
+
+def figure(value: float) -> str:
+    """Three digits, or a whole number in full: "0.123", "12.3", "1,234"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def short(value: float) -> str:
+    """The same, and large numbers in short: "12,345", "123 k", "1.23 M"."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 100 * size or (value >= size and size > 1e3):
+            return f"{figure(value / size)} {unit}"
+    return figure(value)
+
+
+def filled_cells(share: float, cells: int, rest: str = " ") -> str:
+    """A bar of so many characters, filled by eighths of a character."""
+    full, part = divmod(int(share * cells * 8), 8)
+    return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
 
 
 def duration(seconds: float) -> str:

@@ -24,6 +24,7 @@ RUN_ELSEWHERE = {
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "python -m tests.status_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "datatrove-ckpt track monitored_run/checkpoints": "tests/integration/test_monitoring.py",
     "datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run": "the same file runs it for the help",
     "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
     "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",

@@ -381,4 +381,5 @@ def _text(value: object) -> str:
     """A text of a file, made fit for a terminal: anybody may have written it."""
     if not isinstance(value, str):
         raise TypeError("a text is missing")
-    return "".join(character if character.isprintable() else " " for character in value[:_MAX_TEXT])
+    text = value[:_MAX_TEXT]
+    return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text)

@@ -16,6 +16,10 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 
 JOB = "job.json"
 JOB_LOCK = "job.lock"
+TRACKING = "tracking.json"
+"""What MLflow and Weights & Biases are told about the job; there if a run is tracked."""
+TRACKING_LOCK = "tracking.lock"
+"""Held by the process that reads the histories for them."""
 SHARES = "shares.json"
 """Which parts of the input each rank reads, once the number of tasks was changed."""
 RESHARD_PLAN = "reshard/plan.json"

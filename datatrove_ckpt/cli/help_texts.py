@@ -23,6 +23,7 @@ EXAMPLES = {
     "plan": ("datatrove-ckpt plan configs/quickstart.yaml --mtbf 6h",),
     "status": ("datatrove-ckpt status quickstart/checkpoints",),
     "report": ("datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html",),
+    "track": ("datatrove-ckpt track monitored_run/checkpoints",),
     "verify": ("datatrove-ckpt verify quickstart/checkpoints --full",),
     "migrate": ("datatrove-ckpt migrate configs/quickstart.yaml --from datatrove/checkpoints --dry-run",),
     "repair": ("datatrove-ckpt repair quickstart/checkpoints --logging-dir quickstart/logs --dry-run",),

@@ -98,6 +98,17 @@ exit codes:
   2  a mistake in CONFIG or on the command line
 """
 
+_TRACK_EPILOG = f"""\
+{WHAT}
+A run with monitoring.mlflow_uri or monitoring.wandb_project does this itself. By hand, it sends what an outage left
+behind. Each point is sent once, whoever sends it; keys come from the environment.
+
+exit codes:
+  0  all is sent, and no task is at work
+  1  another process sends it, or the checkpoint cannot be read
+  2  WHAT is no checkpoint of a run that is tracked, or a mistake on the command line
+"""
+
 _VERIFY_EPILOG = f"""\
 {WHAT}
 It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong with it, and what to do.
@@ -204,6 +215,8 @@ def _add_maintenance(commands: Any) -> None:
     seconds = "seconds between two looks of --watch; 2 unless said otherwise"
     watcher.add_argument("--interval", type=_parse_interval, default=2.0, metavar="SECONDS", help=seconds)
     _add_report(commands)
+    what = "send what a run did and does to MLflow and Weights & Biases, until it has ended"
+    _add_checkpoint_command(commands, "track", what, _TRACK_EPILOG, "track:track")
     checker = _add_checkpoint_command(commands, "verify", verify, _VERIFY_EPILOG, "verify_repair:verify")
     fixer = _add_checkpoint_command(commands, "repair", repair, _REPAIR_EPILOG, "verify_repair:repair")
     for parser in (checker, fixer):
@@ -274,7 +287,7 @@ def _add_checkpoint_command(commands: Any, name: str, what: str, epilog: str, ha
     what_is = "checkpoint folder, URL of its mirror, or YAML file of the run"
     parser.add_argument("what", metavar="WHAT", help=what_is)
     parser.set_defaults(overrides=[])
-    if name not in ("repair", "report", "relocate", "fork"):
+    if name not in ("repair", "report", "track", "relocate", "fork"):
         parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 

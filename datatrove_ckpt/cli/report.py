@@ -6,19 +6,15 @@ Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.report.page import page
-from datatrove_ckpt.maintenance.report.prices import Prices
+from datatrove_ckpt.maintenance.report.gather import Prices, gather
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -29,8 +25,8 @@ def report(arguments: argparse.Namespace) -> int:
     prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        content = gather(state, prices, place.config)
-    text = page(content).encode()
+        page = gather(state, prices, place.config)
+    text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)
     else:
@@ -46,24 +42,9 @@ def _write(path: Path, content: bytes) -> None:
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
             path.write_bytes(content)
-            return
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            Path(name).chmod(0o666 & ~_umask())
-            Path(name).replace(path)
-        except BaseException:
-            with suppress(OSError):
-                Path(name).unlink()
-            raise
-    except OSError as error:
-        raise StorageFailed(
-            f"--output: {path} cannot be written: {error.strerror or error}. Give another file with -o."
-        ) from error
-
-
-def _umask() -> int:
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+        else:
+            files.disk.replace(path, content, files.PUBLIC_FILE)
+    except (OSError, StorageFailed) as error:
+        cause = error.__cause__ or error
+        why = getattr(cause, "strerror", None) or cause
+        raise StorageFailed(f"--output: {path} cannot be written: {why}. Give another file with -o.") from error

@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import byte_size, duration, plural
+from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
 from datatrove_ckpt.maintenance.where import Place
@@ -178,7 +178,6 @@ _LABEL = 10
 _FIRST_SECONDS = 120.0
 # A run that would take this many times less if its largest rank were divided is uneven; but not if it ends soon anyway.
 _UNEVEN, _SOON_SECONDS, _MOST = 2.0, 600.0, 0.9
-_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 @dataclass(frozen=True)
@@ -197,9 +196,7 @@ class Style:
         if not self.unicode:
             full = int(share * width)
             return "#" * full + "-" * (width - full)
-        eighths = int(share * width * 8)
-        part = " ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else ""
-        return ("█" * (eighths // 8) + part).ljust(width, "░")
+        return filled_cells(share, width, "░")
 
 
 PLAIN = Style()
@@ -278,12 +275,12 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     if totals.done.dead > 0:
         yield _topic("dead", _dead(state))
     if state.missing:
-        yield _topic("missing", f"not started: {_ranges(state.missing)}")
+        yield _topic("missing", f"not started: {ranges(state.missing)}")
     if state.gone:
         what = "`run` restores them from the mirror, or refuses while their output files are there"
-        yield _topic("", f"removed, though they had begun: {_ranges(state.gone)}; {what}")
+        yield _topic("", f"removed, though they had begun: {ranges(state.gone)}; {what}")
     if state.foreign:
-        ranks = f"{plural(state.tasks, 'rank')}: {_ranges(state.foreign)}"
+        ranks = f"{plural(state.tasks, 'rank')}: {ranges(state.foreign)}"
         yield _topic("foreign", f"folders that do not belong to the run of {ranks}; they are not counted")
     if state.retries:
         retried = state.retried
@@ -355,12 +352,6 @@ def _uneven(state: RunState) -> str:
         f"{few} of {tasks} ranks hold {percent(sum(left[:few]) / sum(left))} of what is left; dealt out to all, it "
         f"would take about 1/{longer:.0f} of the time: datatrove-ckpt reshard, see docs/recovery.md"
     )
-
-
-def percent(share: float) -> str:
-    """Never 100 % before the end."""
-    shown = 100.0 if share >= 1 else min(99.9, 100 * share)
-    return f"{shown:.1f} %"
 
 
 def _documents(totals: Totals) -> str:
@@ -445,19 +436,6 @@ def _dead(state: RunState) -> str:
     return f"{dead:,}" + (f": {causes}" if causes else "")
 
 
-def figure(value: float) -> str:
-    """Three digits: "0.123", "12.3", "1,234"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def short(value: int) -> str:
-    """A large number: "12,345", "1.23 M"."""
-    for unit, size in _UNITS:
-        if value >= 100 * size or (value >= size and size > 1e3):
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,}"
-
-
 # exceptions ----------------------------------------------------------------------------------------------------------
 
 
@@ -479,7 +457,7 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         for group in groups[:MAX_TROUBLED]:
             yield f"  {_places(group)}: {style.paint(str(trouble), _COLORS[str(trouble)])}: {group[0].reason}"
         if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
-            yield f"  {trouble}, too: {_plural(len(others), 'rank')}: {_ranges([rank.rank for rank in others])}"
+            yield f"  {trouble}, too: {_plural(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
 
 
 def _places(ranks: Sequence[RankState]) -> str:
@@ -487,19 +465,7 @@ def _places(ranks: Sequence[RankState]) -> str:
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
     root = ranks[0].root
-    return (f"{root}, " if root else "") + f"ranks {_ranges([rank.rank for rank in ranks])}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers of ranks, runs of them as "3-7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(numbers)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:50]]
-    return ", ".join(shown) + (", ..." if len(runs) > 50 else "")
+    return (f"{root}, " if root else "") + f"ranks {ranges([rank.rank for rank in ranks])}"
 
 
 # table ---------------------------------------------------------------------------------------------------------------

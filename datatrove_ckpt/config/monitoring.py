@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+import xxhash
+
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import holds_credentials
+
+_NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 
 
 @dataclass
@@ -16,10 +26,12 @@ class MonitoringConfig:
     Attributes:
         run_name: the job's name in all of them. None: the name of the folder with the checkpoints (of the folder above
             it, if it is called checkpoints), or else of the output folder.
-        metrics_port: port of ``/metrics`` for Prometheus. All ranks of a user on one node share it: one process serves
-            the numbers of all, and if it ends, another one takes over. Needs the extra ``metrics``.
+        metrics_port: port of ``/metrics`` for Prometheus. Each process has its own: the first free one from this port
+            on. Needs the extra ``metrics``.
         metrics_host: the address that the port belongs to. "0.0.0.0" lets other machines read the numbers: there is no
             password.
+        metrics_targets: a file for Prometheus' file discovery, ending in ``.json``, in a folder that Prometheus can
+            read. Each rank has a file of its own, named as that of ``metrics_file``, with its address while it works.
         metrics_file: a file for the textfile collector of Prometheus' node_exporter, ending in ``.prom``. Each rank
             has a file of its own: ``${rank}`` in the name stands for its number; without it the number is put before
             ``.prom``. ``~`` and ``$NAME`` are expanded where the task runs. Needs the extra ``metrics``.
@@ -41,6 +53,7 @@ class MonitoringConfig:
     run_name: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    metrics_targets: str | None = None
     metrics_file: str | None = None
     metrics_file_seconds: float = 15.0
     mlflow_uri: str | None = None
@@ -58,6 +71,13 @@ class MonitoringConfig:
             raise ConfigError(
                 f"monitoring.metrics_file: must end in .prom, because node_exporter reads no other file; it is "
                 f"{self.metrics_file!r}."
+            )
+        if self.metrics_targets is not None and (
+            self.metrics_port is None or not self.metrics_targets.endswith(".json")
+        ):
+            raise ConfigError(
+                "monitoring.metrics_targets: must end in .json, as Prometheus wants it, and needs metrics_port; it is "
+                f"{self.metrics_targets!r}."
             )
         for name in ("metrics_file_seconds", "tracking_seconds"):
             if not getattr(self, name) > 0:
@@ -89,3 +109,64 @@ class MonitoringConfig:
         if len(parts) > 1 and parts[-1] in ("checkpoint", "checkpoints"):
             del parts[-1]
         return parts[-1] if parts else "run"
+
+    def tracked_job(self, checkpoints: Path, run: Mapping[str, object], settings: Mapping[str, object]) -> TrackedJob:
+        """What a tracker is told.
+
+        Args:
+            run: the identity that run.json keeps.
+            settings: what else is shown as parameters, without secrets.
+
+        Raises:
+            ConfigError: a variable in the path of MLflow's folder is not set here.
+        """
+        name, uri = self.name_of_run(checkpoints, str(run["output_folder"])), self.mlflow_uri
+        if uri is not None and ":" not in uri and uri != "databricks":
+            uri = expand_path("monitoring.mlflow_uri", uri).as_uri()
+        tasks = run["tasks"]
+        assert isinstance(tasks, int)
+        return TrackedJob(
+            job=xxhash.xxh3_128_hexdigest(orjson.dumps([name, run["output_folder"], run["output_filename"], tasks])),
+            run_name=name,
+            ranks=tasks,
+            prefix=f"{socket.gethostname()}/" if self.tracking_per_node else "",
+            seconds=self.tracking_seconds,
+            mlflow_uri=uri,
+            mlflow_experiment=self.mlflow_experiment,
+            wandb_project=self.wandb_project,
+            parameters=dict(_flat("", {**settings, "run": run})),
+        )
+
+
+def _flat(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Settings as texts by dotted names. Those that are not set are left out."""
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), part)
+    elif value is not None:
+        yield _NOT_IN_NAMES.sub("_", name)[:250], value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class TrackedJob:
+    """What a tracker is told about a job. Plain JSON, without secrets.
+
+    Attributes:
+        job: id of the job: the same in all attempts, on all nodes.
+        run_name: for people.
+        ranks: of the job.
+        prefix: of each metric: "" or the node's name with a slash.
+        seconds: between two sendings.
+        mlflow_uri, mlflow_experiment, wandb_project: see ``MonitoringConfig``.
+        parameters: the settings of the run.
+    """
+
+    job: str
+    run_name: str
+    ranks: int
+    prefix: str = ""
+    seconds: float = 60.0
+    mlflow_uri: str | None = None
+    mlflow_experiment: str = "datatrove-ckpt"
+    wandb_project: str | None = None
+    parameters: dict[str, str] = field(default_factory=dict)

@@ -1,28 +1,53 @@
-"""A rank's progress: its numbers of work, which it reports to the screen of its command (``process/screen.py``).
+"""A rank's numbers: its history is kept with them, and the screen of its command shows them (``process/screen.py``).
 
-The numbers of all attempts come from the checkpoint, see ``final_stats``.
+The history gets a line each minute, what happens to servers, and how the attempt ends; the first line comes after ten
+seconds. The counters are plain numbers on the event loop, so a line costs what one answer costs. The storage thread
+adds what it alone knows, and writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come
+from the checkpoint, see ``final_stats``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from typing import get_args
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import history_records
+from datatrove_ckpt.checkpoint.history_records import (
+    Buckets,
+    End,
+    InputPosition,
+    Record,
+    ServerEvent,
+    ServerWhat,
+    Spread,
+    WorkCounts,
+)
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.rank_history import RankHistory
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress
-from datatrove_ckpt.process.screen import LogLines, Report, Screen, reporter
+from datatrove_ckpt.process.screen import WAITING, LogLines, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
+from datatrove_ckpt.redaction import redact
 
+MINUTE_SECONDS = 60.0
+_FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
+_SPREAD_EVERY = 10
+_RECENT = 4096
+_MAX_MESSAGE = 300
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
@@ -30,40 +55,89 @@ _SILENCE_SECONDS = 60.0
 class Progress:
     """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
 
+    ``progress``, ``spread`` and ``last_records`` may be called in any thread.
+
     Args:
-        checkpoint: its clock is told when the servers are ready, and its history gets the numbers.
+        checkpoint: its clock is told when the servers are ready. It writes what is noted here, and calls
+            ``last_records`` when it is closed.
         interval: seconds between two log lines.
+
+    Attributes:
+        own: what this attempt did.
+        position: how much of the input is done.
+        skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
 
     def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
-        self.history = RankHistory(checkpoint, shutdown)
-        self.own = self.history.own
+        self.own = WorkCounts()
+        self.position: Callable[[], InputPosition] = InputPosition
         self.skipped = SkippedLines()
-        """Lines and rows of the input that were no documents, in all attempts; once the input has ended."""
         self._rank = rank
-        self._clock = checkpoint.clock
+        self._checkpoint = checkpoint
         self._shutdown = shutdown
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
         self._client: CompletionClient | None = None
+        self._source: DocumentSource | None = None
         self._answered_at = time.monotonic()
+        self._spread = Spread(milliseconds=Buckets(), prompt_tokens=Buckets(), completion_tokens=Buckets())
+        self._recent: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()  # of these two: metrics are read in other threads
+        checkpoint.last_records = self.last_records
+
+    # what happens ------------------------------------------------------------------------------------------------
 
     def serving(self, client: CompletionClient) -> None:
-        self.history.serving(client)
-        self._clock.serving()
+        """Requests go through this client from now on."""
         self._client = client
+        self._checkpoint.clock.serving()
         self._answered_at = time.monotonic()
+
+    @property
+    def is_serving(self) -> bool:
+        """The servers are ready, or were once."""
+        return self._client is not None
 
     def answered(self, completion: Completion) -> None:
-        self.history.answered(completion)
+        """A server gave an answer."""
+        own = self.own
+        prompt = completion.usage.get("prompt_tokens") or 0
+        answer = completion.usage.get("completion_tokens") or 0
+        own.requests += 1
+        own.prompt_tokens += prompt
+        own.completion_tokens += answer
         self._answered_at = time.monotonic()
+        with self._lock:
+            self._recent.append((int(completion.seconds * 1000), prompt, answer))
+            if len(self._recent) >= _RECENT:
+                self._sort_recent()
 
-    def reading(self, documents: DocumentSource) -> None:
-        self.history.read_from(documents)
+    def _sort_recent(self) -> None:
+        """Under the lock. Many at once, because most values occur often: so each answer costs little."""
+        spread, (recent, self._recent) = self._spread, (self._recent, [])
+        found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
+        for buckets, values in zip(found, zip(*recent, strict=True), strict=False):
+            for value, times in Counter(values).items():
+                buckets.count(value, times)
+
+    def reading(self, source: DocumentSource) -> None:
+        """The documents come from there: from now on it is known how much of the input is done."""
+        point, self._source = self._checkpoint.resumed, source
+        self.position = lambda: input_position(source, point.next_ordinal, self._before + self.own.documents)
+
+    def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
+        """Something happened to a server: see ``ServerEvent``."""
+        self.own.restarts += what == "restart"
+        for known in get_args(ServerWhat):
+            if what == known:
+                self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
     def request_failed(self) -> None:
         self.own.failed += 1
+
+    def finished(self) -> None:
+        self.own.documents += 1
 
     @property
     def documents(self) -> int:
@@ -75,12 +149,11 @@ class Progress:
         """Requests that the server got and that ended: with an answer, a rejection or a failure."""
         return self.own.requests + self.own.failed
 
-    def finished(self) -> None:
-        self.own.documents += 1
+    # the screen --------------------------------------------------------------------------------------------------
 
     async def report(self) -> None:
         """Reports to the screen, and keeps the history, until it is cancelled."""
-        await asyncio.gather(self.history.keep(), self._show())
+        await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
         every, interval = self._interval
@@ -94,7 +167,7 @@ class Progress:
 
     def now(self) -> RankProgress:
         """Where the rank stands."""
-        position = self.history.position()
+        position = self.position()
         return RankProgress(
             self._attempt,
             self._before + self.documents,
@@ -117,6 +190,53 @@ class Progress:
             return f"no answer for {duration(silent)}"
         return ""
 
+    # the history -------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Notes a line after ten seconds and each minute, until it is cancelled."""
+        first = min(_FIRST_SECONDS, MINUTE_SECONDS)
+        for number in count():
+            await asyncio.sleep(MINUTE_SECONDS if number else first)
+            self._say_why_unknown()
+            spread = [self.spread()] if number and number % _SPREAD_EVERY == 0 else []
+            self._checkpoint.note(self.progress(), *spread)
+
+    def _say_why_unknown(self) -> None:
+        if self._source is not None and (why := self._source.why_unknown()):
+            self._source = None
+            logger.info(f"Progress is shown without percent and time left: {why}.")
+
+    def progress(self) -> history_records.Progress:
+        """Where the attempt stands. The checkpoint fills in the rest."""
+        own = replace(self.own, errors=dict(self.own.errors))
+        in_flight = waiting = 0
+        if (client := self._client) is not None:
+            stats, router = client.stats, client.router
+            own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
+            own.errors = {**stats.errors}
+            in_flight, waiting = stats.in_flight, router.waiting
+        return history_records.Progress(own=own, in_flight=in_flight, waiting=waiting, position=self.position())
+
+    def spread(self) -> Spread:
+        """The histograms now: a copy, because other threads read it later."""
+        with self._lock:
+            self._sort_recent()
+            spread = self._spread
+            found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
+            milliseconds, prompt, completion = (Buckets(buckets) for buckets in found)
+        return Spread(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
+
+    def last_records(self, completed: bool) -> Sequence[Record]:
+        """The end of the attempt. Called where it ends, in whichever thread, before its error is handled."""
+        return [self.progress(), self.spread(), self._end(completed)]
+
+    def _end(self, completed: bool) -> End:
+        if completed:
+            return End(why="done")
+        if self._shutdown.is_requested:
+            return End(why="stopped", what=self._shutdown.cause)
+        return End(why="error", what=_described(sys.exception()))
+
 
 @asynccontextmanager
 async def _screen(interval: float) -> AsyncIterator[Report]:
@@ -134,3 +254,43 @@ async def _screen(interval: float) -> AsyncIterator[Report]:
         lines.tick()
 
     yield report
+
+
+def _described(error: BaseException | None) -> str:
+    """One line. The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
+    if error is None:
+        return ""
+    if not isinstance(error, CkptError):
+        return type(error).__name__
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:_MAX_MESSAGE]
+
+
+# input progress -------------------------------------------------------------------------------------------------------
+
+# How much of a rank's input is done, for percent and time left.
+#
+# A reader is ahead of the rank: it knows the place of the last document that it handed over, and some of the documents
+# before that are still in work, others were finished by an attempt before. So we take the documents to be equal:
+#
+#     done = what lies before the last document handed over * documents finished / documents up to that one
+#
+# which is exact before the first and after the last document, and grows all the time.
+
+
+def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:
+    """How much of the input is done.
+
+    Args:
+        source: hands over the documents from number ``first`` on, counted from 0.
+        finished: documents that are finished, over all attempts.
+    """
+    reached = source.reached()
+    if reached.unit is None:
+        return InputPosition()
+    known = first + source.handed_over
+    done, total = reached.done, reached.total
+    if source.is_at_end and total is not None:
+        done = total  # lines after the last document are none
+    done = round(done * finished / known) if known else 0
+    return InputPosition(done if total is None else min(done, total), total, reached.unit)

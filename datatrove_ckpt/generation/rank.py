@@ -42,9 +42,8 @@ from datatrove_ckpt.output.trial import check_writable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.manager_watch import watch_managers
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent
+from datatrove_ckpt.process.parent_watch import die_with_parent, watch_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.readers.pipeline import StepStats
 
@@ -123,7 +122,7 @@ class _Run:
         shutdown, completed = preemption.shutdown, False
         progress = Progress(rank, checkpoint, shutdown, step.config.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
-        exports = open_exports(step, rank, self.world_size, checkpoint, progress.history, shutdown)
+        exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:
@@ -198,7 +197,7 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     config=step.config,
                     checkpoint=checkpoint,
-                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.history.server),
+                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.server),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,

@@ -66,7 +66,7 @@ async def stop_when_requested(rank: StoppableRank, serving: asyncio.Task[None]) 
         # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close)
-    # 5. The old signal handlers get the signals: see process/reraise.py.
+    # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()
 
 

@@ -1,6 +1,6 @@
 """Inspects, verifies and repairs a checkpoint, on disk or on its mirror, during or after a run.
 
 It starts no server and no rank, and it prints nothing: ``cli`` does. Start at ``where.py`` (what a command looks at)
-and ``read_state.py`` (the state of all ranks, read only), which ``report`` draws; or at ``inspect.py`` (one rank's
-folder), then ``verify.py`` and ``repair.py``.
+and ``read_state.py`` (the state of all ranks, read only), which ``report`` draws; at ``tracking.py`` (what trackers are
+sent); or at ``inspect.py`` (one rank's folder), then ``verify.py`` and ``repair.py``.
 """

@@ -236,10 +236,9 @@ def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
 
 def _check_monitoring(subject: str, config: MonitoringConfig) -> PreflightCheck:
     check_monitoring(config)
-    if config.metrics_file is not None:
-        folder = expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0")).parent
-        if not folder.is_dir():
-            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+    for name, path in {"metrics_file": config.metrics_file, "metrics_targets": config.metrics_targets}.items():
+        if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
+            text = f"monitoring.{name}: there is no folder {folder} here; without it nothing is written."
             return PreflightCheck("warning", subject, "ready", text)
     return PreflightCheck("ok", subject, "ready", "everything that it needs is installed here.")
 

@@ -6,7 +6,7 @@
     then                                           everything is saved, the server stops, the old handlers are restored,
                                                    and the signals are raised again for them
 
-Raised again, a signal has its usual effect (``reraise.py``): datatrove's Slurm executor requeues its job, SIGINT
+Raised again, a signal has its usual effect (``raise_again``): datatrove's Slurm executor requeues its job, SIGINT
 becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal does not end the process, raise
 ``Preempted``: an early end must never look like a finished rank.
 
@@ -18,27 +18,55 @@ The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` wou
 restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
 
 What the command does on a signal, alone or with a pool, is in ``cli/interruption.py``.
+
+What follows a drain: each signal gets its usual effect, now that the old handlers are restored.
+
+    a handler of somebody's        is called, as datatrove's requeue handler
+    the default, which kills       SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor
+                                   ends its manager process there, which would otherwise stay for ever
+    in a worker of a pool          Preempted, whatever the handler is: CPython's pool waits without end for the result
+                                   of a worker that ends by itself, by a signal or an exit
+
+A pool worker that its signal would have ended does end, but only when its error is on its way: a ``Pool.terminate``,
+which sends SIGTERM once, waits for that.
+
+``LoopWatch`` ends a process that was asked to stop and whose event loop does not end.
+
+A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
+thread: no drain can end, and no signal is handed on. Then a thread of ours waits until everything that was handed over
+is on the disk, calls the old handlers (they may requeue the job), and ends the process with ``os._exit``. A run
+survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
+
+The same happens where the loop runs and does not come to its end, for example because an async generator of a rollout
+does not. While servers stop and the checkpoint is closed, only a blocked loop counts: they limit their time themselves,
+and a disk may be slow (``Shutdown.closing``).
+
+A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from loguru import logger
 
 from datatrove_ckpt.errors import Preempted
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.loop_watch import LoopWatch
-from datatrove_ckpt.process.parent_watch import is_pool_worker
-from datatrove_ckpt.process.reraise import raise_again
+from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
+from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import (
     handle_between_ranks,
@@ -50,6 +78,200 @@ from datatrove_ckpt.process.slurm_job import (
     usual_handler,
 )
 from datatrove_ckpt.process.worker import is_worker
+
+_DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
+# For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
+_HAND_IN_SECONDS = 60.0
+_HAND_IN_FAST_SECONDS = 5.0  # after a second signal
+_SEND_SECONDS = 5.0
+_EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
+
+
+def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
+    """Gives each signal its usual effect. Returns if none of them ends the rank.
+
+    Raises:
+        Preempted: in a worker of a pool, always.
+        SystemExit: the signal's default action would end this process.
+        BaseException: what an old handler raises.
+    """
+    leave_terminal()
+    ends = 0
+    for number in numbers:
+        handler = signal.getsignal(number)
+        fatal = handler is signal.SIG_DFL and signal.Signals(number).name not in _DOES_NOT_END
+        if fatal:
+            requeue_if_preempted()
+        if is_pool_worker() and (fatal or handler is signal.default_int_handler):
+            ends = ends or number
+        elif fatal:
+            _exit(number)
+        else:
+            try:
+                with job_id_in_environment():
+                    signal.raise_signal(number)
+            except BaseException as end:
+                if not is_pool_worker() or isinstance(end, Exception):
+                    raise end from None  # the rank's own end, as its context, would add nothing
+                ends = ends or number
+    if is_pool_worker():
+        _fail_task(ends, shutdown)
+
+
+def _exit(number: int) -> NoReturn:
+    if event_loop.has_left_behind() or managers_gone():
+        # Python would wait for what a rank has left behind. And datatrove's ``finally`` would fail if the same signal
+        # has ended its manager.
+        end_by(number)
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        # Python waits for such threads at its exit, without a limit. The signal's default action would not.
+        threading.Thread(target=_end_late, args=(number,), daemon=True).start()
+    raise SystemExit(128 + number)
+
+
+def _end_late(number: int) -> None:
+    time.sleep(_EXIT_SECONDS)
+    end_by(number)
+
+
+def end_by(number: int) -> NoReturn:
+    """Ends this process by the signal's default action, and datatrove's manager with it."""
+    end_managers()
+    leave_terminal()
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked, or another thread takes its time
+
+
+def _fail_task(ends: int, shutdown: Shutdown) -> NoReturn:
+    """Fails a pool's task.
+
+    Args:
+        ends: the signal of which the worker ends once it has handed in the error; 0: it does not.
+    """
+    error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
+    try:
+        raise error from None
+    finally:
+        del error  # else this frame and the error's traceback would hold each other
+
+
+class _Handed(Preempted):
+    """Ends the process once the pool's worker has sent this error: then the worker lets go of it, and holds no lock."""
+
+    def __init__(self, message: str, number: int, seconds: float) -> None:
+        super().__init__(message)
+        self._number = number
+        if number:
+            _leave_late(number, seconds)
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
+        """Called when the error is sent; its traceback goes as text."""
+        if self._number:
+            # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
+            self.__traceback__ = self.__context__ = None
+            gc.collect()
+            weakref.finalize(self, _leave, self._number).atexit = False
+            _leave_late(self._number, _SEND_SECONDS)
+        return Preempted, self.args
+
+
+_Handed.__module__, _Handed.__qualname__ = Preempted.__module__, Preempted.__qualname__  # in logs it is one
+_Handed.__name__ = Preempted.__name__
+
+
+def _leave_late(number: int, seconds: float) -> None:
+    """If a pool that has ended takes no results any more, or somebody else keeps the error."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        _leave(number)
+
+    threading.Thread(target=leave, daemon=True).start()
+
+
+def _leave(number: int) -> None:
+    leave_terminal()
+    os._exit(128 + number)
+
+
+# All times are seconds.
+_GRACE = 10.0  # after the drain's end
+_GRACE_FAST = 2.0  # after a second signal
+_PONG = 5.0  # the loop of a loaded machine may be late
+_SAVE = 30.0
+_AGAIN = 0.2
+
+
+class LoopWatch:
+    """Watches one rank's event loop from the moment a stop is requested until ``close``.
+
+    Args:
+        shutdown: what was asked for, and on which event loop.
+        save: returns when everything that was handed over is on the disk.
+        hand_on: calls the signal's old handlers; returns the exit code.
+    """
+
+    def __init__(self, shutdown: Shutdown, save: Callable[[], None], hand_on: Callable[[], int]) -> None:
+        self._shutdown = shutdown
+        self._save = save
+        self._hand_on = hand_on
+        self._started = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the thread if a stop is requested. Takes no lock, as ``threading.Thread.start`` would."""
+        if self._shutdown.is_requested and not self._started:
+            self._started = True
+            _thread.start_new_thread(self._watch, ())
+
+    def close(self) -> None:
+        """The event loop has ended."""
+        self._closed = True
+
+    def _watch(self) -> None:
+        while not self._closed:
+            time.sleep(_AGAIN)
+            if (self._is_late() or self._is_blocked()) and not self._closed:
+                self._end()
+
+    def _is_late(self) -> bool:
+        """The loop has had its time, whether it is blocked or not."""
+        if self._shutdown.is_closing:
+            return False
+        grace = _GRACE_FAST + _PONG if self._shutdown.is_fast else _GRACE
+        return time.monotonic() >= max(self._shutdown.deadline, self._shutdown.closed_at) + grace
+
+    def _is_blocked(self) -> bool:
+        grace = _GRACE_FAST if self._shutdown.is_fast else _GRACE
+        return time.monotonic() >= self._shutdown.deadline + grace and not self._answers()
+
+    def _answers(self) -> bool:
+        pong = threading.Event()
+        if self._shutdown.loop is not None:
+            call_soon(self._shutdown.loop, pong.set)
+        return pong.wait(_PONG)
+
+    def _end(self) -> None:
+        code = [1]
+
+        def finish() -> None:
+            with suppress(BaseException):
+                self._save()
+            logger.error(
+                "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
+                "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
+                "finished is saved, and the process ends now. Run the same command again to resume."
+            )
+            code[0] = self._hand_on()
+
+        # In a thread, because the main thread may hold a lock, of the log for example.
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(_SAVE)
+        end_managers()
+        leave_terminal()
+        os._exit(code[0])
+
 
 # Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
 _OF_TERMINALS = ("SIGHUP", "SIGINT")
@@ -73,7 +295,7 @@ class Preemption:
         shutdown: what the signals ask for.
 
     Raises:
-        Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``reraise.py``.
+        Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
     """
 
     def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:

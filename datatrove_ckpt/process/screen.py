@@ -5,21 +5,479 @@
     elsewhere                  a rank has a screen of its own
 
 There is one screen at a time in a process. ``Reporter`` is what a rank sees of it.
+
+Each rank reports a ``RankProgress`` about once a second. Its numbers of work are those of the rank's attempt, which a
+rank that starts again begins at 0; so only what is added to them is counted.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Self
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Self, TextIO
 
 import multiprocess
 from loguru import logger
 
-from datatrove_ckpt.process.run_progress import RankProgress, RunProgress, bar
-from datatrove_ckpt.process.terminal import BarTerminal, has_terminal
+from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
+
+WAITING = "waiting for the server"
+_RATE_SECONDS = 60.0
+_TIME_LEFT_SECONDS = 600.0
+_SAMPLE_SECONDS = 1.0
+_PACE_SECONDS = 30.0
+_LEAST_CELLS, _MOST_CELLS = 8, 40
+
+
+class RankProgress(NamedTuple):
+    """Where one rank stands.
+
+    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``finished``,
+    ``requests``, ``tokens``: in this attempt: documents, requests that ended, completion tokens. ``done``, ``total``:
+    of the input, in ``unit``, which is "bytes" or "rows"; ``total`` is None if it is not known. ``state``: what it does
+    if it does no usual work, such as "the server is starting".
+    """
+
+    attempt: int
+    documents: int
+    finished: int = 0
+    requests: int = 0
+    tokens: int = 0
+    done: int = 0
+    total: int | None = None
+    unit: str | None = None
+    state: str = ""
+
+    @property
+    def work(self) -> list[int]:
+        """In this attempt: documents, requests, tokens."""
+        return [self.finished, self.requests, self.tokens]
+
+    @property
+    def has_begun(self) -> bool:
+        """It has read something, or finished documents without a word on where it stands."""
+        return self.unit is not None or self.finished > 0
+
+    @property
+    def share(self) -> float | None:
+        """Of the input, from 0 to 1; None if it is not known."""
+        if self.total is None or self.unit is None:
+            return None
+        return min(1.0, self.done / self.total) if self.total else 1.0
+
+
+class Rates(NamedTuple):
+    """Of the last minute, per second."""
+
+    documents: float
+    requests: float
+    tokens: float
+
+
+class _Sample(NamedTuple):
+    """The work of this command so far. ``share``: sum of what its ranks have done of their input, each from 0 to 1."""
+
+    at: float
+    work: list[int]
+    share: float
+
+
+class _Pace:
+    """How fast one rank goes through its input: its share at times of the last ten minutes."""
+
+    def __init__(self, at: float, share: float) -> None:
+        self._first = at, share
+        self._recent = deque([self._first])
+
+    def note(self, at: float, share: float) -> None:
+        if share == self._first[1]:  # its server starts: that is no pace
+            self._first = at, share
+            self._recent = deque([self._first])
+        if at - self._recent[-1][0] >= _PACE_SECONDS:
+            self._recent.append((at, share))
+        while self._recent[0][0] < at - _TIME_LEFT_SECONDS and len(self._recent) > 1:
+            self._recent.popleft()
+
+    def seconds_left(self, now: float, share: float) -> float:
+        """0 if the rank has not moved yet, so that nothing is known."""
+        at, before = self._recent[0] if share > self._recent[0][1] else self._first
+        return (1.0 - share) * (now - at) / (share - before) if share > before else 0.0
+
+
+class RunProgress:
+    """All ranks of one command.
+
+    Args:
+        ranks: how many there are, with those that earlier commands have completed.
+        complete: how many of them are complete.
+        documents: how many documents the complete ones have.
+        clock: like ``time.monotonic``.
+    """
+
+    def __init__(
+        self, ranks: int = 1, complete: int = 0, documents: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.ranks = ranks
+        self._clock = clock
+        self._complete = complete
+        self._documents_before = documents
+        self._last: dict[int, RankProgress] = {}
+        self._done: set[int] = set()
+        self._paces: dict[int, _Pace] = {}
+        self._work = [0, 0, 0]
+        self._gained = 0.0  # shares of ranks
+        self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
+        self._samples = deque([_Sample(clock(), self._work, 0.0)])
+
+    # what ranks report -------------------------------------------------------------------------------------------
+
+    def update(self, rank: int, progress: RankProgress) -> None:
+        """A rank has reported."""
+        last = self._last.get(rank)
+        self._last[rank] = progress
+        before = [0, 0, 0]
+        if last is not None and last.attempt == progress.attempt:
+            before = last.work
+        else:
+            self._paces.pop(rank, None)
+        grown = (now - then for now, then in zip(progress.work, before, strict=True))
+        self._work = [known + max(0, more) for known, more in zip(self._work, grown, strict=True)]
+        if (share := progress.share) is not None:
+            self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
+            self._paces.setdefault(rank, _Pace(self._clock(), share)).note(self._clock(), share)
+
+    def _gain(self, rank: int, share: float, before: float) -> None:
+        """A short task reports too seldom to be seen at work, so what it had ``before`` its first share counts, too."""
+        known = self._shares.get(rank, before)
+        self._shares[rank] = max(known, share)
+        self._gained += self._shares[rank] - known
+
+    def complete(self, rank: int) -> None:
+        """A rank is complete."""
+        self._done.add(rank)
+        self._gain(rank, 1.0, 0.0)
+
+    def sample(self) -> None:
+        """Notes the work so far, for the rates. Called once a second or more often."""
+        now = self._clock()
+        if not self._gained and not any(self._work):  # servers start: that is no rate
+            self._samples[0] = self._sample(now)
+        if now - self._samples[-1].at < _SAMPLE_SECONDS:
+            return
+        self._samples.append(self._sample(now))
+        while self._samples[0].at < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
+            self._samples.popleft()
+
+    def _sample(self, now: float) -> _Sample:
+        return _Sample(now, self._work, self._gained)
+
+    # what it comes to --------------------------------------------------------------------------------------------
+
+    @property
+    def documents(self) -> int:
+        """Finished, in all attempts of the ranks that have reported."""
+        return self._documents_before + sum(progress.documents for progress in self._last.values())
+
+    @property
+    def finished(self) -> int:
+        """Documents that this command finished."""
+        return self._work[0]
+
+    @property
+    def requests(self) -> int:
+        """Requests that ended in this command."""
+        return self._work[1]
+
+    @property
+    def complete_ranks(self) -> int:
+        return self._complete + len(self._done)
+
+    @property
+    def share(self) -> float | None:
+        """Of the whole input, from 0 to 1. None if a rank does not know its own.
+
+        Ranks that have not begun count as 0, and as large as the mean of the others.
+        """
+        begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
+        shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
+        if not shares:
+            return self._complete / self.ranks if self._complete else None
+        sizes = [one.total or 0 for one in begun.values()]
+        if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
+            sizes = [1] * len(sizes)
+        done = 0.0
+        for share, size in zip(shares, sizes, strict=True):
+            if share is None:
+                return None
+            done += share * size
+        mean = sum(sizes) / len(sizes)
+        return min(1.0, (done + self._complete * mean) / (mean * max(self.ranks, self._complete + len(sizes))))
+
+    @property
+    def is_estimated(self) -> bool:
+        """The size of some ranks' inputs is not known yet."""
+        begun = sum(progress.has_begun or rank in self._done for rank, progress in self._last.items())
+        return begun < self.ranks - self._complete
+
+    @property
+    def rates(self) -> Rates:
+        """Of the last minute."""
+        now = self._sample(self._clock())
+        first = self._since(now.at - _RATE_SECONDS)
+        seconds = max(now.at - first.at, 1e-9)
+        return Rates(*((after - before) / seconds for before, after in zip(first.work, now.work, strict=True)))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate of the last ten minutes, and at least what the slowest rank needs. None if it is not known."""
+        share = self.share
+        first, now = self._since(self._clock() - _TIME_LEFT_SECONDS), self._clock()
+        if share is None or self._gained <= first.share or now <= first.at:
+            return None
+        rate = (self._gained - first.share) / (now - first.at) / self.ranks
+        at_work = ((pace, self._last[rank].share) for rank, pace in self._paces.items() if rank not in self._done)
+        alone = (pace.seconds_left(now, share) for pace, share in at_work if share)
+        return max([(1.0 - share) / rate, *alone])
+
+    def _since(self, at: float) -> _Sample:
+        """The first sample at this time or later; the last one if there is none."""
+        return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
+
+    @property
+    def state(self) -> str:
+        """What the ranks at work do, if it is the same for all of them, and no usual work."""
+        if not self._last:
+            return "starting"
+        states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
+        state = states.pop() if len(states) == 1 else ""
+        return "" if state == WAITING and self.rates.documents else state  # short tasks that have just begun
+
+    def line(self) -> str:
+        """The text of a line in the log."""
+        share, left, rates = self.share, self.seconds_left, self.rates
+        parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
+        parts.append(f"{plural(self.documents, 'document')} done, {self.finished} of them in this run")
+        parts += [f"{self.complete_ranks} of {plural(self.ranks, 'task')}"] if self.ranks > 1 else []
+        parts.append(plural(self.requests, "request"))
+        parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
+        parts += [] if left is None else [f"{duration(left)} left"]
+        parts += [self.state] if self.state else []
+        return ", ".join(parts)
+
+
+def bar(progress: RunProgress, columns: int) -> str:
+    """The text of the bar, shorter than ``columns``. What matters least is left out first."""
+    share, left, rates = progress.share, progress.seconds_left, progress.rates
+    left_text = "" if left is None else f"{duration(left)} left"
+    tasks = f"{progress.complete_ranks}/{progress.ranks} tasks" if progress.ranks > 1 else ""
+    parts = [  # with how soon each is left out
+        (0, f"{progress.documents} doc{'s' * (progress.documents != 1)}"),
+        (2, tasks),
+        (1, f"{rates.documents:.1f} doc/s"),
+        (4, f"{rates.requests:.1f} req/s"),
+        (3, f"{rates.tokens:.0f} tok/s"),
+        (1, left_text),
+        (1, progress.state),
+    ]
+    head = "" if share is None else f"{'~' * progress.is_estimated}{percent(share)}"
+    for least in (5, 4, 3, 2, 1):
+        tail = ", ".join(text for weight, text in parts if text and weight < least)
+        room = columns - 1 - len(head) - len(tail) - len(" || ")
+        if room >= _LEAST_CELLS or (share is None and room >= 0):
+            break
+    if share is None:
+        return tail[: columns - 1]
+    cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
+    return f"{head} {cells}{tail}"[: columns - 1]
+
+
+# the last line of a terminal ------------------------------------------------------------------------------------------
+
+_CLEAR = "\r\x1b[K"
+_FALLBACK_COLUMNS = 80
+
+
+def has_terminal() -> bool:
+    """Whether errors go to a terminal that can clear a line."""
+    try:
+        return sys.stderr.isatty() and sys.stderr.fileno() >= 0 and os.environ.get("TERM", "dumb") != "dumb"
+    except (AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file
+        return False
+
+
+class BarTerminal:
+    """The last line of a terminal as a bar, and everything else that is printed above it.
+
+    The bar is drawn with the cursor left at its first column. Who prints a line first clears the bar's, in the same
+    write:
+
+        this process      its streams are replaced: each whole line clears the bar and draws it again below
+        its workers       their streams only clear it; this process draws it again a moment later
+        the terminal      writes ^C over the first two columns of the bar, and glues it to nothing
+        others            overwrite the bar; what is left of it goes with the next drawing
+
+    So no process waits for another one, nothing is lost if one is killed, and the terminal needs no restoring. A
+    thread, or a scroll region as apt has, would have to be ended in order. tqdm writes the text and the bar one after
+    the other, so that lines of two processes mix, and its lock is held in forks.
+
+    ``with BarTerminal() as terminal:`` around what prints. Errors must go to a terminal, see ``has_terminal``.
+
+    Args:
+        text: makes the bar from the number of columns. None: another process draws it, and here it is only cleared.
+    """
+
+    def __init__(self, text: Callable[[int], str] | None = None) -> None:
+        self._text = text
+        self._fd = sys.stderr.fileno()
+        self._lock = threading.RLock()
+        self._bar = ""
+        self._is_partial = False  # the cursor stands behind a text without a line break
+        self._replaced: dict[str, Above] = {}
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        self._is_open = True
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if _is_same_terminal(stream, self._fd):
+                self._replaced[name] = above = Above(stream, self)
+                setattr(sys, name, above)
+                _move_logging(stream, above)
+        _opened.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            if self._bar and not self._is_partial:
+                self._put(_CLEAR)
+            self._is_open, self._bar = False, ""
+        for name, above in self._replaced.items():
+            above.flush()
+            if getattr(sys, name) is above:
+                setattr(sys, name, above.stream)
+            _move_logging(above, above.stream)
+        self._replaced.clear()
+        _opened.remove(self)
+
+    def draw(self) -> None:
+        """Draws the bar, unless the cursor is in the middle of a line."""
+        with self._lock:
+            if self._text is None or not self._is_open or self._is_partial:
+                return
+            columns = 0
+            with suppress(OSError):
+                columns = os.get_terminal_size(self._fd).columns
+            self._bar = self._text(columns or _FALLBACK_COLUMNS)
+            self._put(f"{_CLEAR}{self._bar}\r")
+
+    def print(self, text: str) -> None:
+        """Prints text above the bar."""
+        with self._lock:
+            before = _CLEAR if (self._bar or self._text is None) and not self._is_partial else ""
+            self._is_partial = not text.endswith("\n")
+            after = f"{self._bar}\r" if self._bar and not self._is_partial else ""
+            _write_all(self._fd, f"{before}{text}{after}")
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError):  # the terminal is gone: no reason to fail
+            _write_all(self._fd, text)
+
+    def remove(self) -> None:
+        """Clears the bar in any thread. It waits for no lock, so that the process can end."""
+        if self._bar and not self._is_partial:
+            self._put(_CLEAR)
+
+    def forget(self) -> None:
+        """In a fork: the bar is its parent's, whose threads may hold the lock."""
+        self._lock = threading.RLock()
+        self._text, self._bar = None, ""
+
+
+class Above:
+    """A stream whose lines go above a bar. Everything but ``write`` and ``flush`` is the stream's own.
+
+    Attributes:
+        stream: what it replaces.
+    """
+
+    def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
+        self.stream = stream
+        self._terminal = terminal
+        self._pending = ""
+
+    def write(self, text: str) -> int:
+        """Prints whole lines; the rest waits for its end, or for ``flush``."""
+        if not self._terminal._is_open:
+            return self.stream.write(text)
+        lines, line_break, self._pending = (self._pending + text).rpartition("\n")
+        if line_break:
+            self._terminal.print(f"{lines}\n")
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if pending := self._pending:
+            self._pending = ""
+            self._terminal.print(pending)
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_opened: list[BarTerminal] = []
+
+
+def leave_terminal() -> None:
+    """Before this process ends by force: what was printed is shown, and a shell would write its prompt over a bar."""
+    for terminal in _opened:
+        terminal.remove()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _after_fork() -> None:
+    for terminal in _opened:
+        terminal.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _is_same_terminal(stream: TextIO, fd: int) -> bool:
+    with suppress(AttributeError, OSError, ValueError):
+        return stream.isatty() and os.fstat(stream.fileno()).st_rdev == os.fstat(fd).st_rdev
+    return False
+
+
+def _move_logging(old: object, new: object) -> None:
+    """Lets loguru's handlers for a stream write to another one. Added again, they would lose their settings."""
+    for handler in getattr(getattr(logger, "_core", None), "handlers", {}).values():
+        sink: Any = getattr(handler, "_sink", None)
+        if getattr(sink, "_stream", None) is old:
+            sink._stream = new
+
+
+def _write_all(fd: int, text: str) -> None:
+    data = memoryview(text.encode("utf-8", "backslashreplace"))
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # somebody has made the terminal non-blocking
+            select.select([], [fd], [])
+
+
+# the screen -----------------------------------------------------------------------------------------------------------
 
 TICK_SECONDS = 0.5
 """How often a bar is drawn."""
@@ -133,7 +591,7 @@ def reporting_to(report: Report, below: bool) -> Iterator[None]:
     global _report
     before, _report = _report, report
     try:
-        if below and sys.stderr is not None and has_terminal():
+        if below and has_terminal():
             with BarTerminal():
                 yield
         else:

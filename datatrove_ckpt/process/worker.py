@@ -21,8 +21,7 @@ from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import kill_after
-from datatrove_ckpt.process.run_progress import RankProgress
-from datatrove_ckpt.process.screen import reporting_to
+from datatrove_ckpt.process.screen import RankProgress, reporting_to
 from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"

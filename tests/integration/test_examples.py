@@ -221,7 +221,10 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
     for line in help_examples():
         if line.startswith("datatrove-ckpt reshard"):  # of a run that is not finished
             Path("quickstart/checkpoints/00000/lock").touch()
-        type_in(line)
+        if not line.startswith(
+            "datatrove-ckpt track"
+        ):  # of a run that is tracked: tests/integration/test_monitoring.py
+            type_in(line)
 
 
 def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> None:

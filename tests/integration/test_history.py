@@ -16,7 +16,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
-from datatrove_ckpt.generation import rank_history
+from datatrove_ckpt.generation import progress as rank_progress
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
@@ -80,8 +80,8 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
 
 
 def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_history, "MINUTE_SECONDS", 0.01)
-    monkeypatch.setattr(rank_history, "_SPREAD_EVERY", 1)
+    monkeypatch.setattr(rank_progress, "MINUTE_SECONDS", 0.01)
+    monkeypatch.setattr(rank_progress, "_SPREAD_EVERY", 1)
 
     async def until_noted(document: Document, generate: Any) -> Any:
         """The last document is finished once a line says that four are, and that it is in work."""

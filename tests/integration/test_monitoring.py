@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,34 +19,36 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.files import Lock, lock_holder
 from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.export import exporter, metrics_port, tracking
-from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+from datatrove_ckpt.generation.export import exporter, prometheus, tracking
 from datatrove_ckpt.generation.export.tracking import Tracking
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import ask, config, documents, fails_at, runner, writer
 from tests.pages import ROOT
 from tests.processes import is_alive
-from tests.unit.test_metrics import PORT, close_metrics_ports, get, samples, waited_for
+from tests.unit.test_metrics import PORT, get, samples, waited_for
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def host(monkeypatch: pytest.MonkeyPatch) -> str:
     """An address of this machine's own that no other test has."""
-    monkeypatch.setattr(metrics_port, "_KEEP_ENDED_SECONDS", 3600.0)
+    monkeypatch.setattr(prometheus, "_KEEP_ENDED_SECONDS", 3600.0)
     chance = random.SystemRandom()
-    yield f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
-    close_metrics_ports()
+    return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
 
 
 def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, host: str, server: FakeServer) -> None:
     seen: dict[str, float] = {}
+    targets: list[dict[str, list[str]]] = []
 
     async def rollout(document: Any, generate: Any) -> Any:
         if document.id == "id 5":
+            targets.extend(json.loads((file.parent / "books_00003.json").read_bytes()))
             seen.update(await asyncio.to_thread(waited_for, lambda: running(host)))
         return await ask(document, generate)
 
@@ -56,13 +59,16 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
     file = tmp_path / "node/books.prom"
     file.parent.mkdir()
     settings = MonitoringConfig(
-        run_name="books", metrics_port=PORT, metrics_host=host, metrics_file=str(file), metrics_file_seconds=0.05
-    )
+        run_name="books", metrics_port=PORT, metrics_host=host, metrics_targets=str(tmp_path / "node/books.json"),
+        metrics_file=str(file), metrics_file_seconds=0.05,
+    )  # fmt: skip
     job = runner(
         tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
         monitoring=settings,
     )  # fmt: skip
     job.run(documents(6), 3, 7)
+    assert targets == [{"targets": [f"{host}:{PORT}"]}]
+    assert [path.name for path in file.parent.iterdir()] == ["books_00003.prom"]
     assert seen["rank_state running"] == 1
     assert seen["requests_total answered"] == 5
     assert seen["documents_in_progress"] == 1
@@ -106,7 +112,13 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, server: FakeS
     assert found["rank_state done"] == 1
 
 
-MONITORING = "          monitoring: {metrics_port: %d, metrics_host: %s, metrics_file: $PROM_FOLDER/books.prom}\n"
+MONITORING = """\
+          monitoring:
+            metrics_port: %d
+            metrics_host: %s
+            metrics_file: $PROM_FOLDER/books.prom
+            metrics_targets: $PROM_FOLDER/books.json
+"""
 
 
 def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,18 +131,25 @@ def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_all_ranks_of_a_command_are_at_one_port(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_of_a_command_has_a_port_that_prometheus_finds(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FakeServer(hold_after=0) as server:
         write_files(tmp_path, server.url, host, monkeypatch)
         command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
             try:
-                waited_for(lambda: get(host).count('requests_in_flight{rank="0",run="' + tmp_path.name + '"} 1.0'))
-                waited_for(lambda: get(host).count('requests_in_flight{rank="1",run="' + tmp_path.name + '"} 1.0'))
+                for rank in (0, 1):
+                    found = waited_for(lambda rank=rank: list((tmp_path / "prom").glob(f"books_0000{rank}.json")))
+                    address, _, port = json.loads(found[0].read_bytes())[0]["targets"][0].partition(":")
+                    assert (address, int(port) - PORT in (0, 1)) == (host, True)
+                    line = f'requests_in_flight{{rank="{rank}",run="{tmp_path.name}"}} 1.0'
+                    waited_for(lambda port=port, line=line: get(host, int(port)).count(line))
                 server.release()
                 assert process.wait() == 0
             finally:
                 process.kill()
+    assert not list((tmp_path / "prom").glob("*.json"))
     for rank in "01":
         found = samples((tmp_path / f"prom/books_0000{rank}.prom").read_text(), rank=rank)
         assert (found["rank_state done"], found["documents_total"]) == (1, 1)
@@ -246,7 +265,9 @@ def no_tracking_left() -> Iterator[None]:
         yield
     finally:
         for one in tracking._jobs.values():
-            one.close()
+            if one._reader is not None:
+                one._reader.kill()
+                one._reader.wait()
         tracking._jobs.clear()
 
 
@@ -262,9 +283,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-key")
     monkeypatch.setattr(exporter, "_DONE_SECONDS", 3600.0)  # on a busy machine an import takes long
     monkeypatch.setattr(exporter, "_STOPPED_SECONDS", 3600.0)
-    monkeypatch.setattr(tracking, "_SLOW_SECONDS", 3600.0)
     with no_tracking_left():
         yield folder / "calls.jsonl"
+    sys.modules.pop("wandb", None)
 
 
 def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
@@ -340,51 +361,45 @@ def test_a_library_that_fails_is_said_once_without_secrets(
     assert said in warnings[0]
 
 
-def job(tmp_path: Path) -> JobSettings:
+def job(tmp_path: Path) -> Tracking:
+    """As each process of one has it."""
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
-    return JobSettings(str(tmp_path / "checkpoints"), "id", "run", 2, wandb_project="texts")
+    return Tracking(tmp_path / "checkpoints", TrackedJob("id", "run", 2, wandb_project="texts"))
 
 
-def pid(one: Tracking) -> int | None:
-    return None if one._process is None else one._process.pid
+def sender(folder: Path, but: int | None = None) -> int:
+    """The process that sends, once it is another one than ``but``."""
+
+    def found() -> int | None:
+        pid = (lock_holder(folder / "checkpoints/tracking.lock") or {}).get("pid")
+        return None if pid == but else pid
+
+    return int(waited_for(found))
 
 
 @pytest.mark.slow
 def test_one_process_of_a_job_sends_and_another_one_follows(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
-    first, second = Tracking(job(tmp_path)), Tracking(job(tmp_path))
-    first.join()
-    second.join()
-    assert pid(first)
-    assert pid(second) is None
-    first.close()
-    waited_for(lambda: pid(second))
-    second.close()
-
-
-def test_a_process_that_was_killed_is_replaced(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
-    one = Tracking(job(tmp_path))
-    one.join()
-    before = pid(one)
-    assert before
+    first, second = job(tmp_path), job(tmp_path)
+    first.join()
+    before = sender(tmp_path)
+    second.join()
+    assert second._reader is None
     os.kill(before, signal.SIGKILL)
-    waited_for(lambda: pid(one) not in (None, before))
-    one.close()
+    after = sender(tmp_path, but=before)
     assert "its process has ended with code -9" in log[0]
+    first._ranks = second._ranks = 0
+    os.kill(after, signal.SIGKILL)
 
 
 WORKER = """
 import sys, threading
-from tests.integration.test_monitoring import Tracking, job, pid
+from tests.integration.test_monitoring import job
 from pathlib import Path
-one = Tracking(job(Path(sys.argv[1])))
+one = job(Path(sys.argv[1]))
 one.join()
-print(pid(one), flush=True)
 threading.Event().wait()
 """
 
@@ -393,8 +408,52 @@ threading.Event().wait()
 def test_nothing_outlives_a_worker_that_was_killed(tmp_path: Path, calls: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     environment = {**os.environ, "STAND_IN_DOES": "hang", "PYTHONPATH": f"{calls.parent}{os.pathsep}{ROOT}"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None
-        sender = int(worker.stdout.readline())
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as worker:
+        pid = sender(tmp_path)
         worker.kill()
-    waited_for(lambda: not is_alive(sender))
+    waited_for(lambda: not is_alive(pid))
+
+
+@pytest.mark.slow
+def test_the_command_sends_what_an_outage_left_behind(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+) -> None:
+    monkeypatch.setenv("STAND_IN_DOES", "fail")
+    with no_tracking_left():
+        runner(tmp_path, server, monitoring=TRACKED).run(documents(4))
+    monkeypatch.delenv("STAND_IN_DOES")
+    checkpoints = tmp_path / "checkpoints"
+    for _ in range(2):
+        assert command("track", checkpoints).out.endswith("books: all is sent, and no task is at work.\n")
+    (point,) = made(calls, "log")
+    assert (point["values"]["documents"], point["values"]["ranks_done"]) == (4, 1)
+    assert len({one["id"] for one in made(calls, "init")}) == 1
+    assert (checkpoints / "tracking.json").stat().st_mode & 0o077 == 0, "it holds the prompt"
+    assert "canary" not in (checkpoints / "tracking.json").read_text()
+    lock = Lock(checkpoints / "tracking.lock")
+    assert "sends this job already" in command("track", checkpoints, code=1).err
+    lock.release()
+    (checkpoints / "tracking.json").unlink()
+    assert "no run was started there with monitoring.mlflow_uri" in command("track", checkpoints, code=2).err
+
+
+@pytest.mark.slow
+def test_with_the_file_of_the_run_the_command_reads_the_mirror(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=1)
+    text += "          checkpoints_remote_dir: mirror\n          monitoring: {wandb_project: team/texts}\n"
+    write_job(tmp_path, text, "a")
+    with no_tracking_left():
+        command("run", "job.yaml")
+    (run,) = made(calls, "init")
+    shutil.rmtree("checkpoints")
+    (calls.parent / f"{run['id']}.json").unlink()
+    command("track", "job.yaml")
+    _, again = made(calls, "init")
+    assert (again["id"], again["name"]) == (run["id"], run["name"])
+    before, after = made(calls, "log")
+    assert before["values"] == after["values"]
+    assert "give the YAML file" in command("track", "mirror", code=2).err
+    assert "does not exist" in command("track", "nowhere", code=2).err

@@ -27,7 +27,6 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt import documents as encoding
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -36,6 +35,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.output import documents as encoding
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
 from tests.patience import until_async

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS
+from datatrove_ckpt.generation.export.prometheus import METRICS, PREFIX, RANK_LABELS
 from tests.pages import ROOT, pages, section, table_rows
 
 DASHBOARD = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())

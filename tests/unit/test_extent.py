@@ -12,7 +12,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
-from datatrove_ckpt.generation.rank_history import input_position
+from datatrove_ckpt.generation.progress import input_position
 from datatrove_ckpt.readers import jsonl
 from datatrove_ckpt.readers.extent import InputExtent, Reached
 from datatrove_ckpt.readers.positions import position_of

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.process import event_loop, loop_watch
-from datatrove_ckpt.process.loop_watch import LoopWatch
+from datatrove_ckpt.process import event_loop, preemption
+from datatrove_ckpt.process.preemption import LoopWatch
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
@@ -59,7 +59,7 @@ class Watch(LoopWatch):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_GRACE", 0.2), ("_GRACE_FAST", 0.2), ("_AGAIN", 0.01), ("_PONG", 0.2)):
-        monkeypatch.setattr(loop_watch, name, seconds)
+        monkeypatch.setattr(preemption, name, seconds)
 
 
 async def stopping(shutdown: Shutdown, fast: bool = False) -> Watch:
@@ -84,7 +84,7 @@ async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> 
 async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop_watch, "_PONG", 600.0)  # a loop that answers late is not blocked
+    monkeypatch.setattr(preemption, "_PONG", 600.0)  # a loop that answers late is not blocked
 
     shutdown = Shutdown(0)
     watch = await stopping(shutdown)
@@ -99,7 +99,7 @@ async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_thei
 async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     began, late = time.monotonic(), threading.Event()
     clock = lambda: began + 600 * late.is_set()  # noqa: E731 (it stands until the loop has ended)
-    monkeypatch.setattr(loop_watch, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
 
     watch = await stopping(Shutdown(0))
     watch.close()

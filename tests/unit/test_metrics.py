@@ -1,19 +1,16 @@
-"""A rank's metrics: their names, their text, node_exporter's file, and the port that all ranks of a node share."""
+"""A rank's metrics: their names, their text, node_exporter's file, and the port with its file for discovery."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +20,25 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from datatrove_ckpt.checkpoint.history_records import Buckets, Spread
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.export import metrics_port
-from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS, RankLabels, Snapshot
-from datatrove_ckpt.generation.export.metrics_file import MetricsFile, metrics_path
-from datatrove_ckpt.generation.export.metrics_port import MetricsPort
-from datatrove_ckpt.generation.export.prometheus import encoded, exposition
+from datatrove_ckpt.generation.export import prometheus
+from datatrove_ckpt.generation.export.prometheus import (
+    METRICS,
+    PREFIX,
+    RANK_LABELS,
+    RankFile,
+    RankNow,
+    exposition,
+    metrics_file,
+    metrics_port,
+    target_file,
+)
 from tests.histories import progress
-from tests.pages import ROOT
 
 LONG = 3600.0  # seconds: however busy the machine is
-
-
-def labels(rank: int = 3, run: str = "my run") -> RankLabels:
-    return RankLabels(run, rank, "1.2.3", "node7", "4711_5", 1000.0, 8)
 
 
 def buckets(*values: float) -> Buckets:
@@ -54,8 +54,8 @@ def spread() -> Spread:
     )
 
 
-def snapshot(rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run") -> Snapshot:
-    return labels(rank, run).snapshot(state, 1234.5, progress(documents), spread())
+def metrics(rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run") -> RankNow:
+    return RankNow(run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread())
 
 
 def samples(text: str, **wanted: str) -> dict[str, float]:
@@ -83,8 +83,8 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_the_text_says_what_the_rank_did() -> None:
-    found = samples(exposition([snapshot()]).decode(), run="my run", rank="3")
-    assert found["rank_info node7 4711_5 1.2.3"] == 1
+    found = samples(exposition([metrics()]).decode(), run="my run", rank="3")
+    assert found[f"rank_info node7 4711_5 {__version__}"] == 1
     assert [found[f"rank_state {state}"] for state in ("starting", "running", "done")] == [0, 1, 0]
     assert found["rank_seconds inference"] == 8.5
     assert [found[f"rank_documents {outcome}"] for outcome in ("written", "dropped", "dead")] == [35, 3, 2]
@@ -101,7 +101,7 @@ def test_the_text_says_what_the_rank_did() -> None:
 
 
 def test_a_histogram_has_every_value_below_its_ends() -> None:
-    found = samples(exposition([snapshot()]).decode())
+    found = samples(exposition([metrics()]).decode())
     ends = {name.split()[1]: value for name, value in found.items() if name.startswith("request_duration_seconds_b")}
     assert [ends[end] for end in ("0.001", "0.002", "0.064", "0.128", "4.096", "+Inf")] == [1, 2, 2, 3, 4, 4]
     assert found["request_duration_seconds_count"] == 4
@@ -110,21 +110,14 @@ def test_a_histogram_has_every_value_below_its_ends() -> None:
 
 
 def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
-    rows = snapshot(5)
-    rows["values"] |= {f"{PREFIX}input_done_rows": [[[], 1]], f"{PREFIX}input_size_rows": [[[], 2]]}
-    text = exposition([snapshot(3), orjson.loads(orjson.dumps(rows))]).decode()
+    rows = metrics(5)
+    rows = replace(rows, progress=replace(rows.progress, position=InputPosition(1, 2, "rows")))
+    text = exposition([metrics(3), rows]).decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert types == list(METRICS)
     assert samples(text, rank="5")["documents_total"] == 7
-
-
-def test_openmetrics_is_sent_to_who_asks_for_it() -> None:
-    text, kind = encoded([snapshot()], "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
-    assert kind.startswith("application/openmetrics-text")
-    assert {family.name for family in openmetrics.text_string_to_metric_families(text.decode())} >= {
-        "datatrove_ckpt_documents"
-    }
-    assert encoded([snapshot()], "")[1].startswith("text/plain")
+    unknown = replace(rows, progress=replace(rows.progress, position=InputPosition()))
+    assert not [name for name in samples(exposition([unknown]).decode()) if name.startswith("input")]
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -136,6 +129,8 @@ def test_openmetrics_is_sent_to_who_asks_for_it() -> None:
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
         ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
         ({"metrics_file_seconds": 0}, "monitoring.metrics_file_seconds: must be positive; it is 0."),
+        ({"metrics_targets": "a.json"}, "monitoring.metrics_targets: must end in .json, as Prometheus wants it, and"),
+        ({"metrics_targets": "a", "metrics_port": 1}, "monitoring.metrics_targets: must end in .json"),
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
@@ -165,100 +160,76 @@ def waited_for(condition: Callable[[], Any]) -> Any:
 
 def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", "/prom")
-    assert metrics_path("$FOLDER/books.prom", 3) == Path("/prom/books_00003.prom")
-    assert metrics_path("/prom/${rank}-books.prom", 12) == Path("/prom/00012-books.prom")
+    assert RankFile("metrics_file", "$FOLDER/books.prom", 3).path == Path("/prom/books_00003.prom")
+    assert RankFile("metrics_file", "/prom/${rank}-books.prom", 12).path == Path("/prom/00012-books.prom")
     with pytest.raises(ConfigError, match="metrics_file"):
-        metrics_path("$NOT_SET/books.prom", 3)
+        RankFile("metrics_file", "$NOT_SET/books.prom", 3)
 
 
 def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path) -> None:
     documents = iter(range(1, 1000))
     state = "running"
-    file = MetricsFile(
-        str(tmp_path / "books.prom"), 0.01, 3, lambda: snapshot(state=state, documents=next(documents, 1000))
-    )
-    file.start()
+    path = tmp_path / "books_00003.prom"
 
     def shown() -> dict[str, float]:
-        return samples(file.path.read_text()) if file.path.exists() else {}
+        return samples(path.read_text()) if path.exists() else {}
 
-    first = waited_for(shown)["documents_total"]
-    waited_for(lambda: shown()["documents_total"] > first)
-    assert file.path.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
-    state = "done"
-    file.end()
+    rank = lambda: metrics(state=state, documents=next(documents, 1000))  # noqa: E731
+    with metrics_file(str(tmp_path / "books.prom"), 0.01, 3, rank):
+        first = waited_for(shown)["documents_total"]
+        waited_for(lambda: shown()["documents_total"] > first)
+        assert path.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
+        state = "done"
     assert shown()["rank_state done"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["books_00003.prom"]
 
 
-def test_files_of_the_killed_and_of_those_long_ended_are_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here = socket.gethostname()
-    heads = {
-        "1": f"ended, process 1 on {here}",
-        "2": f"ended, process 1 on {here}",  # just now
-        "3": f"running, process {ended.pid} on {here}",
-        "4": f"running, process {os.getpid()} on {here}",
-        "5": f"running, process {ended.pid} on elsewhere",
-    }
-    for number, head in heads.items():
-        (tmp_path / f"books_{number}.prom").write_text(f"# datatrove-ckpt: {head}\nx 1\n")
-    (tmp_path / "books_6.prom").write_text("somebody_elses 1\n")
-    (tmp_path / "other_1.prom").write_text((tmp_path / "books_1.prom").read_text())
-    for name in ("books_1.prom", "other_1.prom"):
-        os.utime(tmp_path / name, (1, 1))
-    file = MetricsFile(str(tmp_path / "books.prom"), LONG, 7, snapshot)
-    file.start()
-    file.end()
+def test_files_to_which_nothing_was_written_for_long_are_removed(tmp_path: Path) -> None:
+    names = ("books_1", "books_2", "other_1", "books_3")
+    for name in names:
+        (tmp_path / f"{name}.prom").write_text("# datatrove-ckpt: of an earlier version, too\nx 1\n")
+    (tmp_path / "books_3.prom").write_text("of_another_program 1\n")
+    for name in ("books_1", "other_1", "books_3"):
+        os.utime(tmp_path / f"{name}.prom", (1, 1))
+    for _ in range(2):  # it knows its own
+        with metrics_file(str(tmp_path / "books.prom"), 15.0, 7, metrics):
+            pass
+        os.utime(tmp_path / "books_00007.prom", (1, 1))
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*(f"books_{number}.prom" for number in (2, 4, 5, 6)), "other_1.prom", "books_00007.prom"}
+    assert left == {"books_2.prom", "other_1.prom", "books_3.prom", "books_00007.prom"}
+    with metrics_file(str(tmp_path / "books.prom"), 15.0, 8, metrics):
+        pass
+    assert "books_00007.prom" not in {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
     written: list[int] = []
-    file = MetricsFile(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or snapshot())  # type: ignore[func-returns-value]
-    file.start()
-    waited_for(lambda: len(written) > 2)
-    file.end()
-    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
+    with metrics_file(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
+        waited_for(lambda: len(written) > 2)
+    with target_file(str(tmp_path / "gone/a.json"), 3, "node7:1"):
+        pass
+    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 2
 
 
 # the port ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def host() -> str:
+def host(monkeypatch: pytest.MonkeyPatch) -> str:
     """An address of this machine's own that no other test has."""
+    monkeypatch.setattr(prometheus, "_KEEP_ENDED_SECONDS", LONG)
     chance = random.SystemRandom()
-    return f"127.{chance.randrange(1, 255)}.{os.getpid() % 250 + 1}.{chance.randrange(1, 255)}"
-
-
-@pytest.fixture
-def port(host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], MetricsPort]]:
-    """Each call stands for another process."""
-    monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", LONG)
-    monkeypatch.setattr(metrics_port, "_KEEP_ENDED_SECONDS", LONG)
-    monkeypatch.setattr(metrics_port, "_SEND_SECONDS", 0.05)
-    made: list[MetricsPort] = []
-
-    def make() -> MetricsPort:
-        made.append(MetricsPort(host, PORT))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
 
 
 PORT = 9464  # below those that the kernel gives to others
 
 
-def get(host: str, path: str = "/metrics") -> str:
+def get(host: str, port: int = PORT) -> str:
     """The answer; "" if nobody listens."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{host}:{PORT}{path}", timeout=LONG) as response:
+        with opener.open(f"http://{host}:{port}/metrics", timeout=LONG) as response:
             return str(response.read().decode())
     except urllib.error.HTTPError:
         raise
@@ -266,94 +237,59 @@ def get(host: str, path: str = "/metrics") -> str:
         return ""
 
 
-def close_metrics_ports() -> None:
-    """All of this process."""
-    for one in metrics_port._ports.values():
-        one.close()
-    metrics_port._ports.clear()
+def shown(host: str, rank: int, state: str = "running") -> contextlib.AbstractContextManager[None]:
+    port = metrics_port(host, PORT)
+    assert port is not None
+    return port.shows(lambda: metrics(rank, state))
 
 
-def ranks(host: str) -> set[str]:
-    return set(re.findall(r'rank_info{.*rank="(\d+)"', get(host)))
+def test_openmetrics_is_sent_to_who_asks_for_it(host: str) -> None:
+    accepts = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    with shown(host, 1):
+        request = urllib.request.Request(f"http://{host}:{PORT}/metrics", headers={"Accept": accepts})
+        with urllib.request.urlopen(request, timeout=LONG) as response:
+            assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+            found = openmetrics.text_string_to_metric_families(response.read().decode())
+            assert {family.name for family in found} >= {"datatrove_ckpt_documents", "datatrove_ckpt_rank_tokens"}
 
 
-def test_one_port_shows_the_ranks_of_all_processes(host: str, port: Callable[[], MetricsPort]) -> None:
-    first, second, third = port(), port(), port()
-    with first.shows(lambda: snapshot(1)), second.shows(lambda: snapshot(2)), third.shows(lambda: snapshot(3)):
-        waited_for(lambda: ranks(host) == {"1", "2", "3"})
-        assert samples(get(host), rank="2")["documents_total"] == 7
+def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(host: str) -> None:
+    with shown(host, 1), shown(host, 2):
+        assert set(re.findall(r'rank_info{.*rank="(\d+)"', get(host))) == {"1", "2"}
+    assert samples(get(host), rank="1")["documents_total"] == 7
+    with shown(host, 1, "done"):
+        pass
+    assert samples(get(host), rank="1")["rank_state done"] == 1
+    with shown(host, 1):
+        assert get(host).count('rank_info{host="node7",job="4711_5",rank="1"') == 1
+        assert samples(get(host), rank="1")["rank_state running"] == 1
 
 
-KEEPER = """
-import sys, threading
-from datatrove_ckpt.generation.export import metrics_port
-from tests.unit.test_metrics import PORT, snapshot
-metrics_port._SEND_SECONDS = 0.05
-with metrics_port.MetricsPort(sys.argv[1], PORT).shows(lambda: snapshot(1)):
-    sys.stdin.read()
-"""
+def test_where_a_port_is_taken_the_next_one_is(host: str, log: list[str]) -> None:
+    with socket.create_server((host, PORT)), socket.create_server((host, PORT + 1)), shown(host, 2):
+        port = metrics_port(host, PORT)
+        assert port is not None
+        assert port.address == f"{host}:{PORT + 2}"
+        assert samples(get(host, PORT + 2), rank="2")["documents_total"] == 7
+    assert f"{PORT} is taken; this process has {host}:{PORT + 2}" in log[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_port", [True, False])
-def test_a_process_that_was_killed_keeps_nothing_and_one_that_hangs_is_left_out(
-    host: str, port: Callable[[], MetricsPort], monkeypatch: pytest.MonkeyPatch, has_port: bool
-) -> None:
-    with ExitStack() as shown:
-        if not has_port:
-            monkeypatch.setattr(metrics_port, "_SILENT_SECONDS", 0.5)
-            shown.enter_context(port().shows(lambda: snapshot(2)))
-            waited_for(lambda: ranks(host) == {"2"})
-        other = shown.enter_context(
-            subprocess.Popen([sys.executable, "-c", KEEPER, host], stdin=subprocess.PIPE, cwd=ROOT)
-        )
-        shown.callback(other.kill)
-        if has_port:
-            waited_for(lambda: ranks(host) == {"1"})
-            shown.enter_context(port().shows(lambda: snapshot(2)))
-        waited_for(lambda: ranks(host) == {"1", "2"})
-        other.send_signal(signal.SIGSTOP)
-        if has_port:
-            other.kill()
-        waited_for(lambda: ranks(host) == {"2"})
-
-
-@pytest.mark.slow
-def test_a_port_of_another_program_is_said_once_and_taken_when_it_is_free(
-    host: str, port: Callable[[], MetricsPort], log: list[str]
-) -> None:
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind((host, PORT))
-        other.listen()
-        with port().shows(lambda: snapshot(2)):
-            waited_for(lambda: log)
-            other.close()
-            waited_for(lambda: ranks(host) == {"2"})
-    assert [line for line in log if "Address already in use" in line] == log[:1]
-    assert "is free now" in log[1]
-
-
-def test_a_rank_that_has_ended_is_shown_for_a_while_and_once(host: str, port: Callable[[], MetricsPort]) -> None:
-    one, states = port(), ["running"]
-    with one.shows(lambda: snapshot(1, states[-1])):
-        waited_for(lambda: ranks(host) == {"1"})
-        states.append("done")
-    assert samples(get(host))["rank_state done"] == 1
-    states.append("running")
-    with one.shows(lambda: snapshot(1, states[-1])):
-        found = get(host)
-        assert found.count("rank_info{") == 1
-        assert samples(found)["rank_state running"] == 1
-
-
-def test_two_jobs_of_one_name_make_no_page_that_prometheus_refuses(log: list[str]) -> None:
-    older, newer = labels(run="twins"), replace(labels(run="twins"), started_at=2000.0)
-    ended = replace(labels(run="twins"), started_at=1.0)
-    states = [(newer, "running"), (older, "running"), (ended, "done")]
+def test_an_address_that_cannot_be_used_is_said_once(log: list[str]) -> None:
     for _ in range(2):
-        text = exposition([job.snapshot(state, 2001.0, progress(), None) for job, state in states]).decode()
-    assert text.count("datatrove_ckpt_rank_chunks{") == 1
-    assert samples(text)["attempt_start_timestamp_seconds"] == 2000.0
+        assert metrics_port("192.0.2.1", PORT) is None
     (line,) = log
-    assert "two jobs on this node show a rank 3 of a run 'twins'" in line
+    assert "192.0.2.1:9464 cannot be used: Cannot assign requested address. The run goes on" in line
+
+
+def test_prometheus_finds_a_rank_while_it_works(tmp_path: Path) -> None:
+    path = tmp_path / "books_00003.json"
+    with target_file(str(tmp_path / "books.json"), 3, "node7:9464"):
+        assert orjson.loads(path.read_bytes()) == [{"targets": ["node7:9464"]}]
+        assert path.stat().st_mode & 0o777 == 0o644, "Prometheus is another user"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_open_port_is_found_by_the_name_of_the_machine() -> None:
+    port = metrics_port("0.0.0.0", 19464)
+    assert port is not None
+    assert re.fullmatch(rf"{re.escape(socket.gethostname())}:19[0-9]{{3}}", port.address)

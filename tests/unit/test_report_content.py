@@ -13,13 +13,10 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.maintenance.report.content import Content
-from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.report.page import page
-from datatrove_ckpt.maintenance.report.prices import Prices
+from datatrove_ckpt.maintenance.report.gather import Prices, gather
+from datatrove_ckpt.maintenance.report.page import Page, Table
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from tests.unit.test_report_page import Reader
-from tests.unit.test_report_sums import write_commits
 
 T = 1_790_000_000.0
 
@@ -44,11 +41,10 @@ def rank(folder: Path, number: int, per_minute: int = 60) -> RankState:
             )
         )
     (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
-    write_commits(home, {1: 1}, [0, 1, 2])
     done = per_minute * 10
     counts, position = DocumentCounts(done, done - 1, 0, 1), InputPosition(done, 4 * done, "rows")
     return RankState(
-        "", number, home, "running", counts=counts, position=position, seconds=700, number_of_attempts=2,
+        "", number, home, "running", counts=counts, position=position, seconds=700, number_of_attempts=2, chunks=3,
         work=WorkCounts(done, done, 0, 10 * done, 5 * done, cached=2, retries=3),
     )  # fmt: skip
 
@@ -77,12 +73,21 @@ def run(ranks: list[RankState], **changes: Any) -> RunState:
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Content:
+def found(tmp_path: Path) -> Page:
     ranks = [rank(tmp_path, number, 12 if number == 2 else 60) for number in range(4)]
     return gather(run(ranks), Prices(2.0), {})
 
 
-def test_every_figure_is_one_of_the_state(found: Content) -> None:
+def table(page: Page, title: str) -> Table:
+    (one,) = (table for table in page.tables if table.title == title)
+    return one
+
+
+def lines(page: Page) -> dict[str, dict[str, Any]]:
+    return {chart.title: dict(chart.lines) for chart in page.charts}
+
+
+def test_every_figure_is_one_of_the_state(found: Page) -> None:
     values = {figure.key: figure.value for figure in found.figures}
     assert values == {
         "totals.documents": 2407,
@@ -104,57 +109,55 @@ def test_every_figure_is_one_of_the_state(found: Content) -> None:
     assert found.age == "The newest change was 10 s before that."
 
 
-def test_a_straggler_is_slow_and_says_how_slow(found: Content) -> None:
-    assert [row.slow for row in found.ranks] == [False, False, True, False]
-    assert [row.rate for row in found.ranks] == [1.0, 1.0, 0.2, 1.0]
-    assert found.ranks[2].reason == "slow: 20.0 % of the median"
-    assert found.median_rate == 1.0
+def test_a_rank_has_its_numbers_and_a_straggler_says_how_slow(found: Page) -> None:
+    ranks = table(found, "Ranks")
+    assert ranks.rows[0] == ["0", "running", "600", "25.0 %", "1", "2", "3", "0", "1", ""]
+    assert [row[4] for row in ranks.rows] == ["1", "1", "0.2", "1"]
+    assert ranks.rows[2][-1] == "slow: 20.0 % of the median"
+    assert list(ranks.tones) == ["", "", "warning", ""]
+    assert "the median is 1." in ranks.note
 
 
-def test_chunks_that_will_come_follow_from_the_position(found: Content) -> None:
-    assert found.ranks[0].chunks == [(0, 1, "done"), (1, 2, "dead"), (2, 3, "done")]
-    assert found.ranks[0].expected_chunks == 24
-
-
-def test_what_happened_is_put_on_one_axis(found: Content) -> None:
-    timeline, documents = found.timeline, found.documents
-    assert (timeline.edges[0], timeline.edges[-1]) == (T, T + 710)
-    assert documents.values[-1] == 3 * 600 + 120
-    assert sum(timeline.interruptions) == 4
-    assert [one.name for one in found.errors] == ["timeout"]
-    (killed,) = found.interruptions
-    assert (killed.ranks, killed.away, killed.repeated, killed.place) == (4, 400.0, 16, "n1")
-    assert [part.value for part in found.answers] == [2312, 100]
-    assert [one.value for one in found.causes] == [4, 2]
+def test_what_happened_is_put_on_one_axis(found: Page) -> None:
+    for chart in found.charts:
+        assert (chart.edges[0], chart.edges[-1]) == (T, T + 710)
+        assert sum(chart.interruptions) == 4
+    assert lines(found)["Documents finished"]["documents"][-1] == 3 * 600 + 120
+    assert list(lines(found)["Errors over time"]) == ["timeout: 40"]
+    interruptions = table(found, "What interruptions cost")
+    killed = ["4 ranks: 0-3", "2026-09-21 14:13:20 UTC", "without a word", "n1", "6.7 min", "", "16"]
+    assert interruptions.rows == [killed]
+    assert interruptions.note.startswith("4 interruptions cost 6.7 min of ranks' time, and 16 requests sent again.")
+    dead = [["RequestRejected: 400 too long", "4", "66.7 %"], ["ValueError: no", "2", "33.3 %"]]
+    assert table(found, "Dead letters").rows == dead
 
 
 def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()
     (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
-    content = gather(run(ranks), Prices(), {})
-    assert content.missing[0].startswith("1 of 3 ranks has no history")
-    assert content.missing[1].startswith("1 damaged line of histories")
-    assert content.ranks[1].documents == 600
-    assert content.ranks[1].rate is None
+    page = gather(run(ranks), Prices(), {})
+    assert page.missing[0].startswith("1 of 3 ranks has no history")
+    assert page.missing[1].startswith("1 damaged line of histories")
+    assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", ""]
 
 
 def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
     state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
-    content = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
-    assert content.timeline is None
-    Reader(page(content))
+    page = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
+    assert page.charts == []
+    Reader(page.html())
 
 
 def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:
     settings = {"model_name_or_path": "m", "metadata_key": "answers"}
     settings |= {"hf_token": "hf_abcdefghijklmnop", "endpoint_url": "http://u:pass@host/v1"}
     config = {"executor": {"class_path": "X", "init_args": {"tasks": 2, "pipeline": [{"init_args": settings}]}}}
-    content = gather(run([rank(tmp_path, 0)]), Prices(), config)
-    shown = dict(content.settings)
+    page = gather(run([rank(tmp_path, 0)]), Prices(), config)
+    shown = dict(table(page, "Settings").rows)
     assert shown["tasks"] == "2"
     assert shown["pipeline.0.model_name_or_path"] == "m"
     assert shown["pipeline.0.metadata_key"] == "answers"
-    assert "hf_abc" not in page(content)
-    assert "pass@" not in page(content)
-    assert dict(content.identity)["model"] == "org/model"
+    assert "hf_abc" not in page.html()
+    assert "pass@" not in page.html()
+    assert dict(table(page, "Identity").rows)["model"] == "org/model"

@@ -1,4 +1,4 @@
-"""From the lines of histories to what the report draws: intervals, interruptions, histograms, chunks, prices."""
+"""From the lines of histories to what the report shows: intervals, interruptions, requests, prices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
@@ -19,14 +19,18 @@ from datatrove_ckpt.checkpoint.history_records import (
     Start,
     WorkCounts,
 )
-from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.content import Content, Interruption
-from datatrove_ckpt.maintenance.report.gather import chunk_runs, histograms
-from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
-from datatrove_ckpt.maintenance.report.page import page
-from datatrove_ckpt.maintenance.report.prices import Prices, costs, gpus_in
-from datatrove_ckpt.maintenance.report.rank_log import RankLog, parse_log
+from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.maintenance.report.gather import Prices, costs, gather, gpus_in
+from datatrove_ckpt.maintenance.report.histories import (
+    Interruption,
+    OverTime,
+    RankLog,
+    interruptions,
+    parse_log,
+    time_axis,
+    together,
+)
+from datatrove_ckpt.maintenance.report.page import Table
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 
 T = 1_790_000_000.0
@@ -60,13 +64,15 @@ def killed_once(until: float = 600) -> RankLog:
     return log_of(records)
 
 
-def axis(*histories: RankLog, now: float | None = None) -> timeline.Axis:
-    found = timeline.time_axis(histories, now)
+def over_time(*logs: RankLog, now: float | None = None, until: float | None = None) -> OverTime:
+    found = time_axis(logs, now)
     assert found is not None
+    for log in logs:
+        found.add(log, until)
     return found
 
 
-def between(found: timeline.Axis, values: Any, low: float, high: float) -> float:
+def between(found: OverTime, values: Any, low: float, high: float) -> float:
     """The sum of the values in intervals that lie between two times."""
     inside = (found.edges[:-1] >= T + low - 1e-6) & (found.edges[1:] <= T + high + 1e-6)
     return float(values[inside].sum())
@@ -77,52 +83,41 @@ def between(found: timeline.Axis, values: Any, low: float, high: float) -> float
 
 def test_an_axis_reaches_from_the_first_record_to_the_last_or_to_now() -> None:
     history = killed_once(550)
-    assert axis(history).edges[[0, -1]].tolist() == [T, T + 550]
-    assert axis(history, now=T + 1000).edges[-1] == T + 1000
-    assert len(axis(history).edges) == timeline.MAX_INTERVALS + 1
-    assert timeline.time_axis([log_of([]), log_of([])]) is None
+    assert over_time(history).edges[[0, -1]].tolist() == [T, T + 550]
+    assert over_time(history, now=T + 1000).edges[-1] == T + 1000
+    assert len(over_time(history).edges) == 161
+    assert time_axis([log_of([]), log_of([])]) is None
 
 
 def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> None:
-    history = killed_once(550)
-    found = axis(history)
-    times = timeline.rank_times(history, found)
-    assert times.documents.sum() == pytest.approx(205)
-    assert between(found, times.documents, 0, 240) == pytest.approx(120, abs=2)
-    assert between(found, times.documents, 240, 304) == pytest.approx(25, abs=3), "before the kill, in no line"
-    assert between(found, times.documents, 304, 428) == 0
-    assert between(found, times.documents, 430, 550) == pytest.approx(60, abs=3)
-    assert times.prompt_tokens.sum() == pytest.approx(10 * times.documents.sum())
-
-
-def test_a_rank_ran_while_its_attempts_wrote_lines_and_until_now_if_it_runs() -> None:
-    history = killed_once(550)
-    found = axis(history, now=T + 700)
-    assert timeline.rank_times(history, found).ran.sum() == pytest.approx(240 + 150)
-    assert timeline.rank_times(history, found, until=T + 700).ran.sum() == pytest.approx(240 + 300)
+    found = over_time(killed_once(550))
+    assert found.documents.sum() == pytest.approx(205)
+    assert between(found, found.documents, 0, 240) == pytest.approx(120, abs=2)
+    assert between(found, found.documents, 240, 304) == pytest.approx(25, abs=3), "before the kill, in no line"
+    assert between(found, found.documents, 304, 428) == 0
+    assert between(found, found.documents, 430, 550) == pytest.approx(60, abs=3)
+    assert found.prompt_tokens.sum() == pytest.approx(10 * found.documents.sum())
 
 
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
-    first, second = killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)])
-    found = axis(first, second)
-    sums = timeline.summed(found, [timeline.rank_times(each, found) for each in (first, second)])
-    assert sums.documents.values[-1] == 265
+    found = over_time(killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700)
+    assert found.documents.sum() + found.before == pytest.approx(265)
 
-    def rates(low: float, high: float) -> set[float | None]:
-        known = zip(found.edges - T, sums.document_rate.values, strict=False)
+    def rates(low: float, high: float, found: OverTime = found) -> set[float | None]:
+        known = zip(found.edges - T, found.rate(found.documents), strict=False)
         return {value and round(value, 6) for at, value in known if low < at < high}
 
     assert rates(250, 390) == {None}
     assert rates(10, 200) == {0.5}
     assert rates(440, 540) == {1.0}
+    assert rates(560, 690) == {None}
+    assert rates(560, 690, over_time(killed_once(550), now=T + 700, until=T + 700)) == {0.0}, "it still runs"
 
 
 def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
-    history = log_of([line(1, 100, 10), line(1, 50, 20), line(2, 20, 5), line(2, 200, 40)])
-    found = axis(history)
-    times = timeline.rank_times(history, found)
-    assert (times.documents >= 0).all()
-    assert times.documents.sum() <= 40
+    found = over_time(log_of([line(1, 100, 10), line(1, 50, 20), line(2, 20, 5), line(2, 200, 40)]))
+    assert (found.documents >= 0).all()
+    assert found.documents.sum() <= 40
 
 
 # interruptions -------------------------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
 
 def test_a_kill_costs_the_time_until_servers_are_ready_and_the_requests_in_flight() -> None:
     (found,) = interruptions("3", killed_once(), is_running=True)
-    assert (found.rank, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
+    assert (found.name, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
     assert found.seconds == 190
     assert (found.why, found.place) == ("without a word", "node7")
 
@@ -158,9 +153,6 @@ def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last
     found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
     assert [one.repeated for one in found] == [None, 3, 0]
     assert [one.repeated for one in together(found)] == [None, 0], "two were killed in one minute"
-    told = page(Content("folder", "", "lost", T, "1", interruptions=found))
-    assert "it is not known how many requests were sent again" in told
-    assert '<td class="n">not known</td>' in told
 
 
 def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:
@@ -176,20 +168,46 @@ def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None
 
 
 def test_ranks_that_ended_together_are_one_interruption_whose_costs_are_added() -> None:
-    found = [Interruption(str(rank), T + rank, "without a word", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
-    found += [Interruption("0", T + 30, "without a word", "n0", 10, None, 4)]
-    found += [Interruption("1", T + 5, "stopped by SIGTERM", "n1", 20), Interruption("2", T + 500, "without a word")]
+    found = [Interruption((str(rank),), T + rank, "without a word", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
+    found += [Interruption(("0",), T + 30, "without a word", "n0", 10, None, 4)]
+    found += [Interruption(("1",), T + 5, "stopped by SIGTERM", "n1", 20)]
+    found += [Interruption(("2",), T + 500, "without a word")]
     killed, stopped, again, late = together(reversed(found))
-    assert (killed.rank, killed.ranks, killed.place) == ("4 ranks: 0-3", 4, "2 places: n0, ...")
+    assert (killed.name, killed.place) == ("4 ranks: 0-3", "2 places: n0, ...")
     assert (killed.at, killed.away, killed.starting, killed.repeated) == (T, 40, 8, 16)
-    assert (stopped.rank, stopped.why, stopped.starting) == ("1", "stopped by SIGTERM", None)
-    assert (again.rank, again.ranks, late.rank) == ("0", 1, "2")
+    assert (stopped.name, stopped.why, stopped.starting) == ("1", "stopped by SIGTERM", None)
+    assert (again.name, late.name) == ("0", "2")
 
 
-# histograms, chunks --------------------------------------------------------------------------------------------------
+def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
+    """The tables of the report of ranks with these histories, by title."""
+    states = []
+    for number, records in enumerate(ranks):
+        home = folder / str(number)
+        home.mkdir()
+        (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
+        states.append(RankState("", number, home, state))
+    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states), Prices(), {}).tables}
 
 
-def test_histograms_add_the_last_of_each_attempt() -> None:
+def test_what_is_not_known_of_an_interruption_is_told(tmp_path: Path) -> None:
+    table = report_of(tmp_path, [start(1, 0), line(1, 0, 0)])["What interruptions cost"]
+    assert table.rows[0][-3:] == ["none yet", "", "not known"]
+    assert "it is not known how many requests were sent again" in table.note
+
+
+def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown(tmp_path: Path) -> None:
+    records = [start(number, 100 * number + number**2) for number in range(151)]
+    table = report_of(tmp_path, records, state="running")["What interruptions cost"]
+    assert table.note.startswith("150 interruptions cost")
+    assert table.note.endswith("These are the 100 longest of 150.")
+    assert len(table.rows) == 100
+
+
+# requests ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) -> None:
     def spread(attempt: int, *milliseconds: float) -> Spread:
         found = Spread(at=T + attempt, attempt=attempt)
         for value in milliseconds:
@@ -197,36 +215,12 @@ def test_histograms_add_the_last_of_each_attempt() -> None:
             found.prompt_tokens.count(7)
         return found
 
-    history = log_of([spread(1, 900), spread(1, 900, 950), spread(2, 90_000)])
-    latency, prompt = histograms([history, log_of([spread(1, 0.5)])], 4)
-    assert (latency.title, latency.unit, latency.count) == ("Latency of requests", "s", 4)
-    assert len(latency.bins) <= 26
-    (around,) = [one for one in latency.bins if one[0] <= 0.9 < one[1]]
-    assert around[2] == 2
-    assert latency.bins[0] == (0.0, pytest.approx(latency.bins[1][0]), 1)
-    assert prompt.count == 4
-    assert [high for _, high, _ in latency.bins[:-1]] == [low for low, _, _ in latency.bins[1:]]
-
-
-def write_commits(folder: Path, dead: dict[int, int], indices: list[int]) -> None:
-    commits = [Commit(index, index * 2, DocumentCounts(2, 2, 0, dead.get(index, 0))) for index in indices]
-    (folder / "commits.jsonl").write_bytes(b"".join(seal(commit.to_json()) for commit in commits))
-
-
-def test_chunks_are_runs_of_one_state(tmp_path: Path) -> None:
-    write_commits(tmp_path, {3: 1}, [1, 0, 2, 3, 4, 7])
-    for index in (5, 7, 8):
-        (tmp_path / f"chunk_{index:05d}.jsonl").touch()
-    expected = [(0, 3, "done"), (3, 4, "dead"), (4, 5, "done"), (5, 6, "open"), (7, 8, "done"), (8, 9, "open")]
-    assert chunk_runs(tmp_path) == expected
-
-
-def test_a_damaged_or_missing_log_leaves_the_rest(tmp_path: Path) -> None:
-    assert chunk_runs(tmp_path / "missing") == []
-    write_commits(tmp_path, {}, [0, 1])
-    path = tmp_path / "commits.jsonl"
-    path.write_bytes(path.read_bytes()[:-3])
-    assert chunk_runs(tmp_path) == [(0, 1, "done")]
+    first = [start(1, 0), spread(1, 900), spread(1, 900, 950), start(2, 1), spread(2, 90_000)]
+    table = report_of(tmp_path, first, [start(1, 0), spread(1, 0.5)])["Requests"]
+    assert table.note.startswith("4 requests;")
+    latency, prompt = table.rows
+    assert latency == ["latency", "1 s", "92.7 s", "92.7 s", "92.7 s"]
+    assert prompt == ["prompt tokens", "8", "8", "8", "8"]
 
 
 # prices --------------------------------------------------------------------------------------------------------------
@@ -275,9 +269,9 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
     assert sum(len(attempt.minutes) for attempt in log.attempts) <= 30 + 8
     for attempt in log.attempts:
         first = 300 * attempt.number
-        assert [attempt.minutes[0].documents, attempt.minutes[-1].documents] == [first, first + 299]
+        assert [attempt.minutes[0].documents.read, attempt.minutes[-1].documents.read] == [first, first + 299]
         assert attempt.spread.milliseconds == {int(4 * 2.3219280948) + 1: 299}
-    assert log.last == parse_log(data).last
+    assert log.rate == parse_log(data).rate
 
 
 # reading -------------------------------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def test_torn_and_damaged_lines_cost_themselves_only() -> None:
     data = b"".join(record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)])
     lines = data.splitlines(keepends=True)
     assert parse_log(data[:-5]).damaged == 0
-    assert parse_log(data[:-5]).last == parse_log(b"".join(lines[:3])).last
+    assert parse_log(data[:-5]) == parse_log(b"".join(lines[:3]))
     damaged = parse_log(lines[0] + lines[1][:-9] + b"x" * 8 + b"\n" + b"\x00\n" + b"".join(lines[2:]))
     assert damaged.damaged == 2
-    assert [minute.documents for minute in damaged.attempts[0].minutes] == [30, 60]
+    assert [minute.documents.read for minute in damaged.attempts[0].minutes] == [30, 60]

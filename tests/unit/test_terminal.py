@@ -15,9 +15,19 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.process import screen as screens
-from datatrove_ckpt.process.run_progress import WAITING, RankProgress, RunProgress, bar
-from datatrove_ckpt.process.screen import LogLines, Screen, reporter, reporting_to
-from datatrove_ckpt.process.terminal import BarTerminal, has_terminal, leave_terminal
+from datatrove_ckpt.process.screen import (
+    WAITING,
+    BarTerminal,
+    LogLines,
+    RankProgress,
+    RunProgress,
+    Screen,
+    bar,
+    has_terminal,
+    leave_terminal,
+    reporter,
+    reporting_to,
+)
 from tests.ptys import Terminal
 
 

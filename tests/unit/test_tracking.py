@@ -11,10 +11,8 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY, rank_folder
-from datatrove_ckpt.generation.export import job_points, tracker
-from datatrove_ckpt.generation.export.job_points import JobHistories, JobPoints, Point
-from datatrove_ckpt.generation.export.tracked_runs import JobSettings
-from datatrove_ckpt.generation.export.tracker import Tracker
+from datatrove_ckpt.maintenance import tracking
+from datatrove_ckpt.maintenance.tracking import JobHistories, JobPoints, Point, Tracker
 
 MINUTE = 60.0
 
@@ -183,8 +181,8 @@ def test_old_lines_of_a_file_that_was_thinned_are_not_new(tmp_path: Path) -> Non
 
 def test_of_long_histories_the_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(progress(1000, 1).to_line())
-    monkeypatch.setattr(job_points, "_TAILS_BYTES", 0)
-    monkeypatch.setattr(job_points, "_LEAST_TAIL_BYTES", 10 * size + 5)
+    monkeypatch.setattr(tracking, "_TAILS_BYTES", 0)
+    monkeypatch.setattr(tracking, "_LEAST_TAIL_BYTES", 10 * size + 5)
     write(tmp_path, 0, *(progress(at, 1) for at in range(1000, 1100)))
     write(tmp_path, 1, *(progress(at, 1) for at in range(1080, 1085)))
     histories = JobHistories(tmp_path)
@@ -205,32 +203,24 @@ class Run:
         self.sent_until = sent_until
         self.points: list[Point] = []
         self.broken = False
-        self.status = ""
+        self.ends: list[str] = []
         self.attached: list[str] = []
-        self.closed = 0
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, point: Point) -> None:
         if self.broken:
             raise ConnectionError("no network")
-        new = [point for point in points if point.at > self.sent_until]
-        self.points += new
-        self.sent_until = max([self.sent_until, *(point.at for point in new)])
+        self.points.append(point)
 
-    def set_status(self, status: str) -> None:
-        self.status = status
-
-    def attach(self, file: Path) -> None:
-        self.attached.append(file.read_text())
-
-    def close(self) -> None:
-        self.closed += 1
+    def end(self, status: str, report: Path | None) -> None:
+        self.ends.append(status)
+        self.attached += [] if report is None else [report.read_text()]
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Its last number is the time."""
     moments = [600.0]
-    monkeypatch.setattr(tracker.time, "time", lambda: moments[-1])
+    monkeypatch.setattr(tracking.time, "time", lambda: moments[-1])
     return moments
 
 
@@ -239,7 +229,7 @@ def make(root: Path, *runs: Run, ranks: int = 1) -> Tracker:
         file.write_text("the report")
         return True
 
-    return Tracker(JobSettings(str(root), "id", "run", ranks), [lambda _, run=run: run for run in runs], report)
+    return Tracker(root, ranks, [lambda _, run=run: run for run in runs], report)
 
 
 def test_what_could_not_be_sent_is_sent_later_and_once(tmp_path: Path, now: list[float]) -> None:
@@ -248,14 +238,14 @@ def test_what_could_not_be_sent_is_sent_later_and_once(tmp_path: Path, now: list
     write(tmp_path, 0, start(600), progress(610, 1))
     first.broken = True
     now.append(665)
-    assert tracked.work(everything=False) == "failed: ConnectionError: no network"
+    assert tracked.work(everything=False) == "ConnectionError: no network"
     assert [point.at for point in second.points] == [660], "one that is away does not hold up the other"
     write(tmp_path, 0, progress(670, 2))
     now.append(725)
-    assert tracked.work(everything=False).startswith("failed")
+    assert tracked.work(everything=False)
     first.broken = False
     now.append(726)
-    assert tracked.work(everything=False) == "ok"
+    assert tracked.work(everything=False) == ""
     assert [(point.at, point.values["documents"]) for point in first.points] == [(660, 1), (720, 2)]
     assert first.points == second.points
 
@@ -272,20 +262,20 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     run = Run()
     tracked = make(tmp_path, run)
     write(tmp_path, 0, start(600))
-    assert tracked.work(everything=False) == "ok"
-    assert (run.status, run.closed) == ("RUNNING", 0)
+    assert tracked.work(everything=False) == ""
+    assert run.ends == []
     write(tmp_path, 0, progress(610, 1), end(611))
-    assert tracked.work(everything=True) == "ok"
+    assert tracked.work(everything=True) == ""
     assert [point.values["ranks_done"] for point in run.points] == [1]
-    assert (run.status, run.attached, run.closed) == ("FINISHED", ["the report"], 1)
-    assert tracked.work(everything=True) == "ok"
+    assert (run.ends, run.attached) == (["FINISHED"], ["the report"])
+    assert tracked.work(everything=True) == ""
     assert run.attached == ["the report"], "nothing is new"
     now.append(725)  # the minute is over
-    assert tracked.work(everything=True) == "ok"
+    assert tracked.work(everything=True) == ""
     assert run.attached == ["the report"], "only time has passed"
     write(tmp_path, 0, start(730), progress(731, 2), end(732))
-    assert tracked.work(everything=True) == "ok"
-    assert run.closed == 2
+    assert tracked.work(everything=True) == ""
+    assert run.ends == ["FINISHED", "FINISHED"]
     assert [point.values["documents"] for point in run.points][-1] == 2
 
 
@@ -299,10 +289,10 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
             raise OSError("no route")
         return run
 
-    tracked = Tracker(JobSettings(str(tmp_path), "id", "run", 1), [maker], lambda file: False)
+    tracked = Tracker(tmp_path, 1, [maker], lambda file: False)
     write(tmp_path, 0, start(600), progress(610, 1))
     now.append(665)
-    assert tracked.work(everything=False) == "failed: OSError: no route"
-    assert tracked.work(everything=False) == "ok", "although no line is new"
+    assert tracked.work(everything=False) == "OSError: no route"
+    assert tracked.work(everything=False) == "", "although no line is new"
     assert attempts == [600, 600]
     assert [point.at for point in run.points] == [660]

@@ -18,8 +18,7 @@ import pytest
 
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
-from datatrove_ckpt.process.run_progress import RankProgress, RunProgress
-from datatrove_ckpt.process.screen import Screen, reporter
+from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
 from datatrove_ckpt.process.worker import Inbox, Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from tests.patience import Patience, until

@@ -6,7 +6,6 @@ or sent is logged once, and tried again.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
@@ -14,34 +13,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
-import xxhash
 from loguru import logger
 
-from datatrove_ckpt import __version__
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.rank_history import RankHistory
+from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.redaction import shown
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.generation.export.metrics import RankLabels, Snapshot
-    from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+    from datatrove_ckpt.generation.export.prometheus import RankNow
 
 # Seconds that the end of a rank waits until its last minute is sent.
 _DONE_SECONDS = 30.0  # with time for the report
 _STOPPED_SECONDS = 5.0
 _DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)[+\w]*:")
-_NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
@@ -50,12 +43,11 @@ def check_monitoring(config: MonitoringConfig) -> None:
     Raises:
         ConfigError: what is missing, and what to do.
     """
-    if config.wants_metrics:
-        from datatrove_ckpt.generation.export import prometheus
-
-        prometheus.check_installed()
-    if config.metrics_file is not None:
-        expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0"))
+    if config.wants_metrics and (missing := missing_package("prometheus_client")) is not None:
+        raise ConfigError(f"monitoring: metrics_port and metrics_file: {missing}")
+    for setting in ("metrics_targets", "metrics_file"):
+        if (path := getattr(config, setting)) is not None:
+            expand_path(f"monitoring.{setting}", path.replace("${rank}", "0"))
     for setting, package in {"mlflow_uri": "mlflow", "wandb_project": "wandb"}.items():
         if getattr(config, setting) is not None and (missing := missing_package(package)) is not None:
             raise ConfigError(f"monitoring.{setting}: {missing}")
@@ -67,7 +59,7 @@ def check_monitoring(config: MonitoringConfig) -> None:
 
 
 def open_exports(
-    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown
+    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: Progress, shutdown: Shutdown
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
@@ -80,51 +72,52 @@ def open_exports(
 
 
 def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
-    from datatrove_ckpt.generation.export import prometheus
-    from datatrove_ckpt.generation.export.metrics import RankLabels
-    from datatrove_ckpt.generation.export.metrics_file import MetricsFile
-    from datatrove_ckpt.generation.export.metrics_port import metrics_port
-    from datatrove_ckpt.generation.export.tracking import tracking
-
-    config = runner.monitoring
+    config, stack = runner.monitoring, exports.stack
     output = runner.output_writer.output_folder.resolve_paths("")
     root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
-    run = config.name_of_run(root, output)
     # What is last here ends first: tracking may take some seconds. The documents of a retry are in the run already.
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
-        job = tracking(_job_settings(runner, world_size, root, run))
+        from datatrove_ckpt.generation.export.tracking import tracking
+
+        settings = shown("", {"config": runner.config, "monitoring": config})
+        job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
-        exports.stack.callback(lambda: job.leave(lambda: exports.seconds))
-    run = f"{run} (retry)" if runner.retry_dead_letters else run
-    labels = RankLabels(run, rank, __version__, socket.gethostname(), job_id() or "", time.time(), world_size)
-    snapshot = partial(exports.snapshot, labels)
-    if config.wants_metrics:
-        prometheus.load()
-    if config.metrics_port is not None:
-        exports.stack.enter_context(metrics_port(config.metrics_host, config.metrics_port).shows(snapshot))
+        stack.callback(lambda: job.leave(lambda: exports.seconds))
+    if not config.wants_metrics:
+        return
+    from datatrove_ckpt.generation.export import prometheus
+
+    run = f"{config.name_of_run(root, output)}{' (retry)' if runner.retry_dead_letters else ''}"
+    metrics = partial(exports.metrics, run, rank, time.time(), world_size)
+    first, targets = config.metrics_port, config.metrics_targets
+    if first is not None and (port := prometheus.metrics_port(config.metrics_host, first)) is not None:
+        stack.enter_context(port.shows(metrics))
+        if targets is not None:
+            stack.enter_context(prometheus.target_file(targets, rank, port.address))
     if config.metrics_file is not None:
-        file = MetricsFile(config.metrics_file, config.metrics_file_seconds, rank, snapshot)
-        file.start()
-        exports.stack.callback(file.end)
+        stack.enter_context(prometheus.metrics_file(config.metrics_file, config.metrics_file_seconds, rank, metrics))
 
 
 class Exports:
     """What tells others of one attempt of a rank."""
 
-    def __init__(self, checkpoint: Checkpoint, history: RankHistory, shutdown: Shutdown) -> None:
+    def __init__(self, checkpoint: Checkpoint, history: Progress, shutdown: Shutdown) -> None:
         self.stack = ExitStack()
         self._checkpoint = checkpoint
         self._history = history
         self._shutdown = shutdown
         self._end = ""
 
-    def snapshot(self, labels: RankLabels) -> Snapshot:
+    def metrics(self, run: str, rank: int, started_at: float, ranks: int) -> RankNow:
         """The rank's metrics now. In any thread."""
-        progress = self._history.progress()
+        from datatrove_ckpt.generation.export.prometheus import RankNow
+
+        progress, host, job = self._history.progress(), socket.gethostname(), job_id() or ""
         self._checkpoint.fill_in(progress)
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
-        return labels.snapshot(self._state, time.time(), progress, self._history.spread())
+        now, spread = time.time(), self._history.spread()
+        return RankNow(run, rank, host, job, started_at, ranks, self._state, now, progress, spread)
 
     @property
     def _state(self) -> str:
@@ -155,37 +148,3 @@ class Exports:
             self.stack.close()
         except Exception as error:
             logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
-
-
-def _job_settings(runner: Step, world_size: int, root: Path, run: str) -> JobSettings:
-    from datatrove_ckpt.generation.export.tracked_runs import JobSettings
-
-    config, writer = runner.monitoring, runner.output_writer
-    uri = config.mlflow_uri
-    if uri is not None and ":" not in uri and uri != "databricks":
-        uri = expand_path("monitoring.mlflow_uri", uri).as_uri()
-    output = writer.output_folder.resolve_paths("")
-    job = orjson.dumps([run, output, writer.output_filename.template, world_size])
-    settings = shown("", {"config": runner.config, "monitoring": config})
-    settings["run"] = runner.identity(world_size).kept
-    return JobSettings(
-        root=str(root),
-        job=xxhash.xxh3_128_hexdigest(job),
-        run_name=run,
-        ranks=world_size,
-        seconds=config.tracking_seconds,
-        prefix=f"{socket.gethostname()}/" if config.tracking_per_node else "",
-        mlflow_uri=uri,
-        mlflow_experiment=config.mlflow_experiment,
-        wandb_project=config.wandb_project,
-        parameters=dict(_flat("", settings)),
-    )
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Settings as texts by dotted names. Those that nobody has set are left out."""
-    if isinstance(value, dict) and value:
-        for key, part in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), part)
-    elif value is not None:
-        yield _NOT_IN_NAMES.sub("_", name)[:250], value if isinstance(value, str) else json.dumps(value)

@@ -1,115 +1,394 @@
-"""Snapshots of ranks as text for Prometheus, with prometheus-client, which is only imported here."""
+"""A rank's metrics for Prometheus: as text, at a port, and in node_exporter's files. Needs prometheus-client.
+
+Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows. Those counters start
+from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
+gauge: after a kill it may be a little lower than before, which would make a counter look as if it had started again.
+
+Each process has a port of its own, the first free one from ``metrics_port`` on. Where that are more than a few,
+Prometheus finds them by its file discovery: each rank keeps a file that names its address while it works.
+
+A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look every minute only.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from http.server import BaseHTTPRequestHandler
+from math import inf
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Literal, NamedTuple, TypeAlias
 
+import orjson
 from loguru import logger
+from prometheus_client import Metric as Family
+from prometheus_client import generate_latest
+from prometheus_client.exposition import choose_encoder
 
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import missing_package
-from datatrove_ckpt.generation.export.metrics import METRICS, PREFIX, RANK_LABELS, Metric, Snapshot
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread, WorkCounts
+from datatrove_ckpt.config.paths import expand_path
 
-if TYPE_CHECKING:
-    from prometheus_client import Metric as Family
+_KEEP_ENDED_SECONDS = 120.0
+_KEEP_FILES_SECONDS = 600.0
+_PORTS = 1000  # that are tried
+_HEAD = b"# datatrove-ckpt"  # of our files
+
+PREFIX = "datatrove_ckpt_"
+RANK_LABELS = ("run", "rank")
+STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
+"""``stopping`` drains; the last three are ends."""
 
 
-def check_installed() -> None:
-    """Raises ConfigError if prometheus-client is missing."""
-    if (missing := missing_package("prometheus_client")) is not None:
-        raise ConfigError(f"monitoring: metrics_port and metrics_file: {missing}")
+class Metric(NamedTuple):
+    """``labels``: its own, besides ``RANK_LABELS``."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
 
 
-def load() -> None:
-    """Imports the library in the calling thread.
+_METRICS = {
+    "rank_info": Metric("gauge", "Always 1; its labels tell where the rank works.", ("version", "host", "job")),
+    "rank_state": Metric("gauge", f"1 for the state that the rank is in, one of {', '.join(STATES)}.", ("state",)),
+    "job_ranks": Metric("gauge", "How many ranks the job has, those that work nowhere included."),
+    "updated_timestamp_seconds": Metric("gauge", "When these values were read, in Unix seconds."),
+    "attempt_start_timestamp_seconds": Metric("gauge", "When this attempt of the rank started, in Unix seconds."),
+    "rank_seconds": Metric("gauge", "Time that all attempts of the rank took.", ("phase",)),
+    "rank_documents": Metric("gauge", "Documents that all attempts of the rank have finished.", ("outcome",)),
+    "rank_requests": Metric("gauge", "Requests of the documents that all attempts of the rank have finished."),
+    "rank_tokens": Metric("gauge", "Tokens of the documents that all attempts of the rank have finished.", ("type",)),
+    "rank_chunks": Metric("gauge", "Chunks that all attempts of the rank have committed."),
+    "input_done_ratio": Metric("gauge", "Part of the rank's input that is done, from 0 to 1; missing if not known."),
+    "input_done_bytes": Metric("gauge", "Bytes of the input that are done; missing if not known."),
+    "input_size_bytes": Metric("gauge", "Bytes of the whole input of the rank; missing if not known."),
+    "input_done_rows": Metric("gauge", "Rows of the input that are done; missing if not known."),
+    "input_size_rows": Metric("gauge", "Rows of the whole input of the rank; missing if not known."),
+    "documents_total": Metric("counter", "Documents that this attempt has finished."),
+    "documents_in_progress": Metric("gauge", "Documents that rollouts work on now."),
+    "requests_total": Metric("counter", "Requests of this attempt that ended at a server.", ("outcome",)),
+    "requests_in_flight": Metric("gauge", "Requests that servers work on now."),
+    "requests_waiting": Metric("gauge", "Requests that wait for a server or a free slot now."),
+    "request_attempts_total": Metric("counter", "Times that a request was sent to a server in this attempt."),
+    "request_retries_total": Metric(
+        "counter", "Requests sent again in this attempt: after an error, or because their server was lost.", ("cause",)
+    ),
+    "request_errors_total": Metric(
+        "counter", "Requests of this attempt that failed once, by kind of error.", ("kind",)
+    ),
+    "cache_hits_total": Metric("counter", "Requests of this attempt that the request cache answered."),
+    "tokens_total": Metric("counter", "Tokens of this attempt's answers, as servers count them.", ("type",)),
+    "server_restarts_total": Metric("counter", "Restarts of model servers in this attempt."),
+    "request_duration_seconds": Metric("histogram", "Time from sending a request to its answer."),
+    "request_prompt_tokens": Metric("histogram", "Prompt tokens of each answer."),
+    "request_completion_tokens": Metric("histogram", "Completion tokens of each answer."),
+}
+METRICS = {PREFIX + name: metric for name, metric in _METRICS.items()}
 
-    Threads that import a package and a module of it at the same moment may each see the other's half.
+
+class Histogram(NamedTuple):
+    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all values."""
+
+    buckets: list[tuple[str, int]]
+    sum: float
+
+
+Values: TypeAlias = dict[tuple[str, ...], float] | Histogram | float | None
+"""Of a metric: by the values of its own labels, or the only one. None: not known."""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """Which rank it is, where it works, and how far it is.
+
+    Attributes:
+        run: the job's name.
+        job: of Slurm; "" outside of it.
+        started_at, now: Unix seconds.
+        ranks: how many the job has.
+        state: one of ``STATES``.
     """
-    import prometheus_client.exposition  # noqa: F401
+
+    run: str
+    rank: int
+    host: str
+    job: str
+    started_at: float
+    ranks: int
+    state: str
+    now: float
+    progress: Progress
+    spread: Spread
+
+    def values(self) -> dict[str, Values]:
+        """By the names in ``METRICS``. Those of an input whose position is not known are left out."""
+        total, own, position = self.progress, self.progress.own, self.progress.position
+        found: dict[str, Values] = {
+            "rank_info": {(__version__, self.host, self.job): 1},
+            "rank_state": {(state,): int(state == self.state) for state in STATES},
+            "job_ranks": self.ranks,
+            "updated_timestamp_seconds": round(self.now, 3),
+            "attempt_start_timestamp_seconds": round(self.started_at, 3),
+            "rank_seconds": {("inference",): total.seconds.inference, ("total",): total.seconds.total},
+            "rank_documents": {(name,): getattr(total.documents, name) for name in ("written", "dropped", "dead")},
+            "rank_requests": total.documents.requests,
+            "rank_tokens": _tokens(total.documents),
+            "rank_chunks": total.chunks,
+            "input_done_ratio": position.share,
+            f"input_done_{position.unit}": position.done,
+            f"input_size_{position.unit}": position.total,
+            "documents_total": own.documents,
+            "documents_in_progress": total.in_work,
+            "requests_total": {("answered",): own.requests - own.failed, ("failed",): own.failed},
+            "requests_in_flight": total.in_flight,
+            "requests_waiting": total.waiting,
+            "request_attempts_total": own.sent,
+            "request_retries_total": {("error",): own.retries, ("server_lost",): own.resent},
+            "request_errors_total": {(kind,): count for kind, count in own.errors.items()},
+            "cache_hits_total": own.cached,
+            "tokens_total": _tokens(own),
+            "server_restarts_total": own.restarts,
+            "request_duration_seconds": _histogram(self.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+            "request_prompt_tokens": _histogram(self.spread.prompt_tokens, 18),
+            "request_completion_tokens": _histogram(self.spread.completion_tokens, 18),
+        }
+        return {PREFIX + name: values for name, values in found.items()}
 
 
-def exposition(snapshots: Iterable[Snapshot]) -> bytes:
-    """The text of all ranks' metrics, in Prometheus' classic format."""
-    from prometheus_client import generate_latest
-
-    return bytes(generate_latest(_Collector(lambda: list(snapshots))))
+def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
+    return {("prompt",): counts.prompt_tokens, ("completion",): counts.completion_tokens}
 
 
-def encoded(snapshots: Iterable[Snapshot], accept: str) -> tuple[bytes, str]:
-    """The text in the best format that the scraper takes, and its content type.
+def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
+    """``ends``: upper ends of the buckets, as powers of two from 1 on. The sum is of their middles, at most 9 % off."""
+    found: list[tuple[str, int]] = []
+    for power in range(ends):
+        upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)  # the last one below 2 ** power
+        found.append((repr(2.0**power / divisor), upto))
+    found.append(("+Inf", sum(buckets.values())))
+    middles = (count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2 for bucket, count in buckets.items())
+    return Histogram(found, sum(middles) / divisor)
 
-    Args:
-        accept: the header of this name.
-    """
-    from prometheus_client.exposition import choose_encoder
 
-    encode, content_type = choose_encoder(accept)
-    return bytes(encode(_Collector(lambda: list(snapshots)))), content_type
+class RankMetrics:
+    """The metrics of some ranks, as prometheus-client's encoders want a registry."""
 
-
-class _Collector:
-    """All that the encoders want of a registry. One of prometheus-client's own would hold on to its collectors."""
-
-    def __init__(self, snapshots: Callable[[], list[Snapshot]]) -> None:
-        self._snapshots = snapshots
+    def __init__(self, ranks: Iterable[RankNow]) -> None:
+        self._ranks = [
+            (dict(zip(RANK_LABELS, (rank.run, str(rank.rank)), strict=True)), rank.values()) for rank in ranks
+        ]
 
     def collect(self) -> Iterator[Family]:
-        snapshots = _one_of_each(self._snapshots())
         for name, metric in METRICS.items():
-            family = _family(name, metric)
-            for snapshot in snapshots:
-                rank = [str(snapshot["labels"][label]) for label in RANK_LABELS]
-                for labels, value in snapshot["values"].get(name, ()):
-                    _add(family, [*rank, *labels], value)
+            family = Family(name.removesuffix("_total"), metric.help, metric.kind)
+            for rank, known in self._ranks:
+                values = known.get(name)
+                if isinstance(values, Histogram):
+                    for end, count in values.buckets:
+                        family.add_sample(f"{name}_bucket", {**rank, "le": end}, count)
+                    family.add_sample(f"{name}_count", rank, values.buckets[-1][1])
+                    family.add_sample(f"{name}_sum", rank, values.sum)
+                elif isinstance(values, dict):
+                    for labels, value in values.items():
+                        family.add_sample(name, {**rank, **dict(zip(metric.labels, labels, strict=True))}, value)
+                elif values is not None:
+                    family.add_sample(name, rank, values)
             if family.samples:
                 yield family
 
 
-def _one_of_each(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
-    """The newest attempt of each rank: with two of the same labels, Prometheus refuses all."""
-    newest: dict[tuple[str, ...], Snapshot] = {}
-    for snapshot in snapshots:
-        labels = tuple(str(snapshot["labels"][label]) for label in RANK_LABELS)
-        other = newest.setdefault(labels, snapshot)
-        if other is not snapshot:
-            if _is_running(other) and _is_running(snapshot):
-                _warn_of_two(labels)
-            newest[labels] = max(other, snapshot, key=_started)
-    return list(newest.values())
+def exposition(ranks: Iterable[RankNow]) -> bytes:
+    """The text of all ranks' metrics, in Prometheus' classic format."""
+    return bytes(generate_latest(RankMetrics(ranks)))
 
 
-def _started(snapshot: Snapshot) -> float:
-    return float(snapshot["values"][f"{PREFIX}attempt_start_timestamp_seconds"][0][1])
+GetRank = Callable[[], RankNow]
 
 
-def _is_running(snapshot: Snapshot) -> bool:
-    return any(list(labels) == ["running"] and value for labels, value in snapshot["values"][f"{PREFIX}rank_state"])
+# the port -------------------------------------------------------------------------------------------------------------
+
+
+class MetricsPort(ThreadingMixIn, TCPServer):
+    """The port of a process, until it ends.
+
+    Attributes:
+        address: with the name of this machine, if others may read it.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._lock = threading.Lock()
+        self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
+        super().__init__((host, port), _Scrape)
+        name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics", daemon=True).start()
+
+    @contextmanager
+    def shows(self, rank: GetRank) -> Iterator[None]:
+        """Shows a rank inside the block, and its last values for a while after it."""
+        first = rank()
+        key = first.run, first.rank
+        with self._lock:
+            self._shown[key] = rank, inf
+        try:
+            yield
+        finally:
+            last = rank()
+            with self._lock:
+                self._shown[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
+
+    def ranks(self) -> list[RankNow]:
+        """Those that are shown now. One that has ended and started again is there once."""
+        with self._lock:
+            self._shown = {key: one for key, one in self._shown.items() if one[1] > time.monotonic()}
+            shown = list(self._shown.values())
+        return [rank() for rank, _ in shown]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that hangs up is no problem."""
+
+
+class _Scrape(BaseHTTPRequestHandler):
+    server: MetricsPort
+    server_version = "datatrove-ckpt"
+    sys_version = ""
+    timeout = 10.0  # seconds for a request to come in
+
+    def do_GET(self) -> None:
+        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        body = bytes(encode(RankMetrics(self.server.ranks())))
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """A scrape is no news."""
 
 
 @cache
-def _warn_of_two(labels: tuple[str, ...]) -> None:
-    """Once for each rank."""
-    logger.warning(
-        f"metrics_port: two jobs on this node show a rank {labels[1]} of a run {labels[0]!r}, and only the newer one "
-        "is shown. Give each job a run_name of its own."
-    )
+def _port(process: int, host: str, first: int) -> MetricsPort | None:
+    why = "no port is free"
+    for port in range(first, min(first + _PORTS, 1 << 16)):
+        try:
+            server = MetricsPort(host, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+            why = error.strerror or str(error)
+            break
+        if port != first:
+            logger.info(f"metrics_port: {first} is taken; this process has {host}:{port}.")
+        return server
+    logger.warning(f"metrics_port: {host}:{first} cannot be used: {why}. The run goes on without metrics there.")
+    return None
 
 
-def _family(name: str, metric: Metric) -> Any:
-    from prometheus_client import core
-
-    kinds: dict[str, Any] = {
-        "counter": core.CounterMetricFamily,
-        "gauge": core.GaugeMetricFamily,
-        "histogram": core.HistogramMetricFamily,
-    }
-    return kinds[metric.kind](name, metric.help, labels=[*RANK_LABELS, *metric.labels])
+def metrics_port(host: str, first: int) -> MetricsPort | None:
+    """The one of this process; None, with a warning, if none can be used. A fork has another one."""
+    return _port(os.getpid(), host, first)
 
 
-def _add(family: Any, labels: list[str], value: Any) -> None:
-    if isinstance(value, dict):
-        family.add_metric(labels, [tuple(bucket) for bucket in value["buckets"]], value["sum"])
-    else:
-        family.add_metric(labels, value)
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+class RankFile:
+    """A rank's file on this node, for a reader that may read it at any moment.
+
+    Args:
+        setting: ``metrics_file`` or ``metrics_targets``, and its value ``path``.
+        rank: its number; "*": a pattern of all of them.
+
+    Raises:
+        ConfigError: a variable in the path is not set here.
+    """
+
+    def __init__(self, setting: str, path: str, rank: int | str) -> None:
+        if "${rank}" not in path:
+            name, dot, suffix = path.rpartition(".")
+            path = f"{name}_${{rank}}{dot}{suffix}"
+        number = f"{rank:05d}" if isinstance(rank, int) else rank
+        self.path = expand_path(f"monitoring.{setting}", path.replace("${rank}", number))
+        self._setting = setting
+        self._failed = False
+
+    def write(self, content: Callable[[], bytes]) -> None:
+        """Replaces the file in one step. A failure is logged once: the run must not end for it."""
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # a name that is not read
+        try:
+            new.write_bytes(content())
+            new.chmod(0o644)  # the reader is another user; there is nothing secret in it
+            new.replace(self.path)
+            self._failed = False
+        except Exception as error:  # whatever it is, the next version may work, and the last one is the most wanted
+            with suppress(OSError):
+                new.unlink()
+            if not self._failed:
+                why = getattr(error, "strerror", None) or repr(error)
+                logger.warning(f"{self._setting}: {self.path} cannot be written: {why}. The run goes on.")
+            self._failed = True
+
+
+@contextmanager
+def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Iterator[None]:
+    """Writes a rank's file for node_exporter's textfile collector every few seconds inside the block.
+
+    It stays, with the last values, because otherwise what happened since the last look would be lost. The next rank
+    that starts with the same setting removes files to which nothing was written for ten minutes.
+
+    Args:
+        path: ``MonitoringConfig.metrics_file``.
+        number: of the rank.
+    """
+    pattern = RankFile("metrics_file", path, "*").path
+    for other in pattern.parent.glob(pattern.name):
+        with suppress(OSError):
+            is_old = time.time() - other.stat().st_mtime > max(_KEEP_FILES_SECONDS, 2 * seconds)
+            if is_old and other.read_bytes().startswith(_HEAD):
+                other.unlink()
+    ended = threading.Event()
+    arguments = RankFile("metrics_file", path, number), seconds, rank, ended
+    thread = threading.Thread(target=_keep, args=arguments, name="datatrove-ckpt metrics file", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _keep(file: RankFile, seconds: float, rank: GetRank, ended: threading.Event) -> None:
+    is_last = False
+    while True:
+        file.write(lambda: _HEAD + b"\n" + exposition([rank()]))
+        if is_last:
+            return
+        is_last = ended.wait(seconds)
+
+
+@contextmanager
+def target_file(path: str, number: int, address: str) -> Iterator[None]:
+    """Keeps a rank's address where Prometheus' file discovery reads it. A killed rank's stays until it starts again."""
+    file = RankFile("metrics_targets", path, number)
+    file.write(lambda: orjson.dumps([{"targets": [address]}]))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.path.unlink()

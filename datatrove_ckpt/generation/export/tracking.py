@@ -1,13 +1,19 @@
-"""A rank's side of tracking: starts the process that sends (``tracker.py``), and gives it up when it does not answer.
+"""A rank's side of tracking: keeps ``datatrove-ckpt track`` at work, and gives it up when it does not answer.
 
-The ranks of a job that share a folder of checkpoints have one such process: who has ``tracking.lock`` in that folder
-starts it, and when that process ends in any way, another one gets the lock. It reads the histories of all ranks in the
-folder, so it does not matter which rank has started it, nor what was sent before.
+It is a process of its own, because libraries that talk to a network may hang, crash, print, start threads and change
+signal handlers. Nothing of that may reach a rank.
+
+It reads the histories of all ranks in a folder of checkpoints, so one is enough: it holds ``tracking.lock`` in that
+folder. The other processes with ranks look again and again whether the lock is free. So no reader works before the
+last one has ended, and none outlives the process that has started it by more than some seconds.
+
+    its standard input     the job, as JSON in a line. Then a number in a line for each wish that all is sent now
+    its standard output    after each look at the histories, the last number, and what could not be sent
 """
 
 from __future__ import annotations
 
-import math
+import os
 import subprocess
 import sys
 import threading
@@ -20,45 +26,33 @@ from pathlib import Path
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.files import Lock
-from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation.export.tracked_runs import JobSettings
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import TRACKING_LOCK
+from datatrove_ckpt.config.monitoring import TrackedJob
 
-LOCK = "tracking.lock"
-_LOOK_SECONDS = 30.0  # between two attempts to get the lock, or to start a process that has ended
-_KEEP_SECONDS = 60.0  # that a process waits for the next rank
-_FAILED_SECONDS = 2.0  # that the end of a rank waits for a process whose last attempt has failed
-_SLOW_SECONDS = 60.0  # without any answer since its start, after which a process counts as failed
-_END_SECONDS = 5.0
-
-COMMAND = [sys.executable, "-P", "-m", "datatrove_ckpt.generation.export.tracker"]
+_LOOK_SECONDS = 30.0  # between two looks at the lock
+_FAILED_SECONDS = 2.0  # that the end of a rank waits where the last attempt to send has failed
 
 
 class Tracking:
     """One job's, in one process: all ranks that the process works through share it."""
 
-    def __init__(self, job: JobSettings) -> None:
-        self._job = job
+    def __init__(self, root: Path, job: TrackedJob) -> None:
+        self._root, self._job = root, job
+        names = {"MLflow": job.mlflow_uri, "Weights & Biases": job.wandb_project}
+        self._where = " and ".join(name for name, setting in names.items() if setting is not None)
         self._changed = threading.Condition()
-        self._lock: Lock | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ranks = 0
-        self._idle_since = 0.0
-        self._closed = threading.Event()
+        self._reader: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._started = 0.0
-        self._heard = False
-        self._wishes = 0
-        self._answered = 0
+        self._ranks = self._wishes = self._answered = 0
         self._failed = False
 
     def join(self) -> None:
         """A rank starts."""
         with self._changed:
             self._ranks += 1
-            self._ensure_process()
+            self._ensure_reader()
             if self._thread is None:
-                self._closed.clear()
                 self._thread = threading.Thread(target=self._keep, name="datatrove-ckpt tracking", daemon=True)
                 self._thread.start()
 
@@ -69,161 +63,95 @@ class Tracking:
             seconds: may become less while this waits.
         """
         with self._changed:
+            if seconds() > 0 and (reader := self._ensure_reader()) is not None:
+                self._send_all(reader, seconds)
             self._ranks -= 1
-            self._idle_since = time.monotonic()
-            self._ensure_process()
-            if seconds() > 0 and self._process is not None:
-                self._send_all(seconds)
 
-    def close(self) -> None:
-        """Ends the process, whatever it does."""
-        self._closed.set()
-        with self._changed:
-            self._end_process()
-            self._release()
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _send_all(self, seconds: Callable[[], float]) -> None:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
+    def _send_all(self, reader: subprocess.Popen[bytes], seconds: Callable[[], float]) -> None:
         started = time.monotonic()
-        slow = not self._heard and started - self._started >= _SLOW_SECONDS
-        most = _FAILED_SECONDS if self._failed or slow else math.inf
+        most = _FAILED_SECONDS if self._failed else float("inf")
         self._wishes += 1
         wish = self._wishes
-        try:
-            process.stdin.write(b"%d\n" % wish)
-            process.stdin.flush()
-        except OSError:
-            return
-        while self._answered < wish and process.poll() is None:
+        self._write(reader, b"%d" % wish)
+        while self._answered < wish and self._reader is reader:
             if (waited := time.monotonic() - started) >= min(most, seconds()):
-                self._say_unconfirmed(waited)
+                self._tell(
+                    f"monitoring: {self._where} has not confirmed the end of this attempt within {waited:.0f} s. "
+                    "Nobody waits longer. What is missing there is sent later, also by the next attempt of the job."
+                )
                 return
             self._changed.wait(0.1)  # a signal handler, which may shorten the time, can notify nobody
 
-    # the thread -------------------------------------------------------------------------------------------------------
+    def _ensure_reader(self) -> subprocess.Popen[bytes] | None:
+        """Starts it, if no process has one. None: another process has. With ``_changed`` held."""
+        if self._reader is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
+            command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
+            pipe = subprocess.PIPE
+            try:  # in a session of its own: Ctrl-C is not for it
+                self._reader = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+                self._write(self._reader, orjson.dumps(asdict(self._job)))
+            except OSError as error:
+                self._could_not_send(str(error))
+            self._changed.notify_all()
+        return self._reader
+
+    def _write(self, reader: subprocess.Popen[bytes], line: bytes) -> None:
+        assert reader.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            reader.stdin.write(line + b"\n")
+            reader.stdin.flush()
 
     def _keep(self) -> None:
-        while not self._closed.wait(min(_LOOK_SECONDS, _KEEP_SECONDS)):
+        """In the thread: hears the reader until it ends, and then starts another one, as long as there are ranks."""
+        while True:
             with self._changed:
-                if self._closed.is_set():  # meanwhile: a process that starts now would outlive it
-                    return
-                if self._ranks:
-                    self._ensure_process()
-                elif time.monotonic() - self._idle_since >= _KEEP_SECONDS:
-                    self._end_process()
-                    self._release()
+                if not self._ranks:
                     self._thread = None
                     return
+                if (reader := self._ensure_reader()) is None:
+                    self._changed.wait(_LOOK_SECONDS)
+                    continue
+            self._hear(reader)
 
-    # with self._changed held ------------------------------------------------------------------------------------------
-
-    def _ensure_process(self) -> None:
-        """Starts the process if this one has the lock."""
-        if self._process is not None and self._process.poll() is not None:
-            self._say(f"its process has ended with code {self._process.returncode}")
-            self._end_process()
-        if self._process is not None or not self._has_lock():
-            return
-        try:
-            self._started, self._heard = time.monotonic(), False
-            self._process = process = subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-            assert process.stdin is not None
-            process.stdin.write(orjson.dumps(asdict(self._job)) + b"\n")
-            process.stdin.flush()
-        except OSError as error:
-            self._say(str(error))
-            return
-        name = "datatrove-ckpt tracking answers"
-        threading.Thread(target=self._hear, args=(process,), name=name, daemon=True).start()
-
-    def _has_lock(self) -> bool:
-        if self._lock is None:
-            with suppress(CkptError, OSError):  # another process has it
-                self._lock = Lock(Path(self._job.root) / LOCK)
-        return self._lock is not None
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        self._changed.notify_all()
-        if process is None:
-            return
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.close()  # it ends at once
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _hear(self, process: subprocess.Popen[bytes]) -> None:
-        """Reads the answers of a process until its end."""
-        assert process.stdout is not None
-        with process.stdout as answers:
-            for line in answers:
-                number, _, text = line.decode("utf-8", "replace").rstrip().partition(" ")
+    def _hear(self, reader: subprocess.Popen[bytes]) -> None:
+        assert reader.stdout is not None
+        with reader:
+            for line in reader.stdout:
+                number, _, problem = line.decode("utf-8", "replace").rstrip().partition(" ")
                 with self._changed:
-                    if self._process is not process:
-                        return
-                    self._answered, self._heard = int(number), True
-                    if text == "ok":
-                        self._say_ok()
-                    else:
-                        self._say(text.removeprefix("failed: "))
+                    self._answered = int(number)
+                    if problem:
+                        self._could_not_send(problem)
+                    elif self._failed:
+                        logger.info(f"monitoring: {self._where} is up to date again.")
+                        self._failed = False
                     self._changed.notify_all()
         with self._changed:
-            if self._process is process:
-                self._changed.notify_all()
+            self._reader = None
+            self._changed.notify_all()
+            if self._ranks:
+                if reader.returncode:
+                    self._could_not_send(f"its process has ended with code {reader.returncode}")
+                self._changed.wait(_LOOK_SECONDS)
 
-    def _say(self, why: str) -> None:
+    def _could_not_send(self, why: str) -> None:
+        self._tell(
+            f"monitoring: what this run does could not be sent to {self._where}: {why.rstrip('.')}. The run goes on. "
+            "What is missing there is sent later, also by the next attempt of the job."
+        )
+
+    def _tell(self, problem: str) -> None:
         """Once for each outage: the run must not end for it."""
         if not self._failed:
-            why = why.rstrip(".")
-            logger.warning(
-                f"monitoring: what this run does could not be sent to {self._where()}: {why}. The run goes on. What is "
-                "missing there is sent later, also by the next attempt of the job."
-            )
+            logger.warning(problem)
         self._failed = True
 
-    def _say_unconfirmed(self, seconds: float) -> None:
-        if not self._failed:
-            logger.warning(
-                f"monitoring: {self._where()} has not confirmed the end of this attempt within {seconds:.0f} s. Nobody "
-                "waits longer. What is missing there is sent later, also by the next attempt of the job."
-            )
-        self._failed = True
 
-    def _say_ok(self) -> None:
-        if self._failed:
-            logger.info(f"monitoring: {self._where()} is up to date again.")
-        self._failed = False
-
-    def _where(self) -> str:
-        names = {"MLflow": self._job.mlflow_uri, "Weights & Biases": self._job.wandb_project}
-        return " and ".join(name for name, setting in names.items() if setting is not None)
+_jobs: dict[tuple[int, Path, str], Tracking] = {}
 
 
-_jobs: dict[tuple[str, str], Tracking] = {}
-_guard = threading.Lock()
-
-
-def tracking(job: JobSettings) -> Tracking:
-    """The one of this process for this job and folder."""
-    with _guard:
-        return _jobs.setdefault((job.root, job.job), Tracking(job))
+def tracking(root: Path, job: TrackedJob) -> Tracking:
+    """The one of this process for this job and folder. A fork has another one."""
+    return _jobs.setdefault((os.getpid(), root, job.job), Tracking(root, job))

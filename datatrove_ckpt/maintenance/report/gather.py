@@ -1,48 +1,56 @@
-"""From the state of a run and the histories of its ranks to the content of the page. Start reading at ``gather``."""
+"""From the state of a run and the histories of its ranks to the page. Start reading at ``gather``."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from datetime import UTC, datetime
 
+import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
-from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, journal_indices
-from datatrove_ckpt.errors import CheckpointError, CkptError
-from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.maintenance.report import timeline
-from datatrove_ckpt.maintenance.report.content import (
-    ChunkState,
-    Content,
-    Histogram,
+from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.formatting import duration, figure, percent, plural, short
+from datatrove_ckpt.maintenance.report.histories import (
+    NO_WORD,
     Interruption,
-    Part,
-    RankRow,
-    Timeline,
+    RankLog,
+    interruptions,
+    read_log,
+    time_axis,
+    together,
 )
-from datatrove_ckpt.maintenance.report.figures import figures
-from datatrove_ckpt.maintenance.report.interruptions import interruptions, together
-from datatrove_ckpt.maintenance.report.prices import Prices, costs
-from datatrove_ckpt.maintenance.report.rank_log import RankLog, read_log
-from datatrove_ckpt.maintenance.report.scales import grouped, percent
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from datatrove_ckpt.redaction import HIDDEN, Veil
 
-_PROGRESS_LINES = 60_000
+_PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
 _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _SLOW = 0.5  # of the median
 _LEAST_RANKS = 3  # of fewer there is no median worth the name
-_MAX_CAUSES = 50
+_MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
+_TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices in any currency.
+
+    Attributes:
+        gpu_hour: of one GPU for an hour; None: GPUs cost nothing.
+        million_tokens: of a million prompt tokens, and of a million completion tokens.
+        gpus_per_rank: that one rank uses; None: as the YAML file says, else 1.
+    """
+
+    gpu_hour: float | None = None
+    million_tokens: tuple[float, float] | None = None
+    gpus_per_rank: int | None = None
 
 
 @dataclass
@@ -51,8 +59,6 @@ class _Rank:
 
     state: RankState
     log: RankLog
-    times: timeline.RankTimes | None = None
-    rate: float | None = None
 
     @property
     def key(self) -> str:
@@ -63,98 +69,30 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, config: dict[str, Any]) -> Content:
-    """Reads the histories and commits of all ranks, and makes the content of the page. Changes nothing.
+def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
+    """Reads the histories of all ranks, and makes the page. Changes nothing.
 
     Args:
         config: the YAML file's content; empty without one.
     """
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
-    ranks = [_Rank(state, _log(state, lines)) for state in states]
-    axis = timeline.time_axis([one.log for one in ranks], run.read_at if any(one.runs for one in ranks) else None)
-    for one in ranks:
-        one.rate = _rate(one)
-        if axis is not None:
-            one.times = timeline.rank_times(one.log, axis, run.read_at if one.runs else None)
+    ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
     found = [each for one in ranks for each in interruptions(one.key, one.log, one.runs)]
-    requests = sum(each.counts.requests + each.unfinished.requests for each in (run.totals, run.retried))
-    rates = [one.rate for one in ranks if one.rate is not None]
-    median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else None
-    per_chunk = run.identity.get("records_per_chunk")
-    return Content(
+    state = _overall(run)
+    return Page(
         where=run.what,
         model=str(run.identity.get("model") or ""),
-        state=_overall(run),
+        state=state,
+        tone=_TONES.get(state, "warning"),
         made_at=run.read_at,
         version=__version__,
         age=_age(run),
         figures=list(figures(run)),
         costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
-        ranks=[_row(one, median, per_chunk if isinstance(per_chunk, int) else 0) for one in ranks],
-        median_rate=median,
-        interruptions=together(found),
-        answers=[
-            Part("from servers", max(0, requests - run.totals.work.cached)),
-            Part("from the cache", run.totals.work.cached),
-        ],
-        causes=[Part(name, count) for name, count in run.totals.dead_letters.most_common(_MAX_CAUSES)],
-        histograms=list(histograms((one.log for one in ranks), requests)),
-        settings=list(_flat(config.get("executor", {}))),
-        identity=[(key, _plain(value)) for key, value in run.identity.items()],
+        charts=list(_charts(ranks, found, run.read_at)),
+        tables=[table for table in _tables(run, ranks, found, config) if table.rows],
         missing=list(_missing(run, ranks)),
-        **_over_time(axis, ranks, found),
-    )
-
-
-def _log(state: RankState, lines: int) -> RankLog:
-    try:
-        return read_log(state.folder / HISTORY, lines)
-    except CkptError:
-        return RankLog()  # counted in ``_missing``
-
-
-def _rate(one: _Rank) -> float | None:
-    """Documents per second while servers were ready."""
-    last = one.log.last
-    return last.documents / last.seconds if last is not None and last.seconds > 0 else None
-
-
-def _over_time(axis: timeline.Axis | None, ranks: Sequence[_Rank], found: Sequence[Interruption]) -> dict[str, Any]:
-    if axis is None:
-        return {}
-    # Retries read documents that were read before: they are not summed.
-    sums = timeline.summed(axis, [one.times for one in ranks if one.times is not None and not one.state.root])
-    counts = [0] * (len(axis.edges) - 1)
-    for one in found:
-        counts[axis.place(one.at)] += 1
-    return {
-        "timeline": Timeline([float(edge) for edge in axis.edges], counts),
-        "documents": sums.documents,
-        "document_rate": sums.document_rate,
-        "tokens": sums.tokens,
-        "errors": sums.errors,
-    }
-
-
-def _row(one: _Rank, median: float | None, per_chunk: int) -> RankRow:
-    state, share = one.state, one.state.position.share
-    runs = chunk_runs(state.folder)
-    is_slow = state.trouble == "slow" or (median is not None and one.rate is not None and one.rate < _SLOW * median)
-    reason = state.reason
-    if is_slow and not reason and median and one.rate is not None:
-        reason = f"slow: {percent(one.rate / median)} of the median"
-    return RankRow(
-        one.key,
-        state.state,
-        reason,
-        state.documents,
-        one.rate,
-        1.0 if state.state == "finished" else share,
-        state.number_of_attempts,
-        is_slow,
-        runs,
-        None if state.state == "finished" else expected_chunks(state.documents, share, per_chunk),
     )
 
 
@@ -162,9 +100,8 @@ def _overall(run: RunState) -> str:
     """The state of the whole run, in one word."""
     if run.is_finished:
         return "finished"
-    states = run.totals.states
     order = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
-    return next((state for state in order if states[state]), "unfinished")
+    return next((state for state in order if run.totals.states[state]), "unfinished")
 
 
 def _age(run: RunState) -> str:
@@ -175,8 +112,7 @@ def _age(run: RunState) -> str:
 
 
 def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
-    without = sum(not one.log.attempts for one in ranks)
-    if without:
+    if without := sum(not one.log.attempts for one in ranks):
         have = "has" if without == 1 else "have"
         yield (
             f"{without} of {plural(len(ranks), 'rank')} {have} no history: an earlier release does not write one. "
@@ -188,14 +124,273 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
         yield "Documents of chunks that are not committed are as of the last line of each history."
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+# figures: each is one that ``status --json`` has, too, and its key is its path there, or the sum of two --------------
 
 
-def _flat(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def figures(run: RunState) -> Iterator[Figure]:
+    """The figures of a run, its retries of dead letters left out."""
+    totals, work = run.totals, run.totals.work
+    done, runs = totals.done, bool(totals.states["running"])
+    share = totals.position.share
+    note = "of an input of unknown size" if share is None else f"{percent(share)} of the input"
+    note += ", estimated" if share is not None and totals.total_is_estimated else ""
+    yield Figure("totals.documents", "Documents", totals.documents, figure(totals.documents), note)
+    yield _rate(totals, runs)
+    yield _time(run, runs)
+    for key, label in (("prompt_tokens", "Prompt tokens"), ("completion_tokens", "Completion tokens")):
+        number = getattr(done, key)
+        now = getattr(totals.rates if runs else totals.average, key)
+        yield Figure(_both(key), label, number, short(number), f"{short(now)} per second")
+    note = f"{done.requests / totals.documents:.2f} per document" if totals.documents else ""
+    yield Figure(_both("requests"), "Requests", done.requests, short(done.requests), note)
+    note = f"{percent(work.cached / done.requests) if done.requests else '0 %'} of all answers"
+    yield Figure("totals.work.cached", "From the cache", work.cached, short(work.cached), note)
+    note, tone = plural(work.restarts, "server restart"), _warning(work.restarts)
+    yield Figure("totals.work.retries", "Retries", work.retries, short(work.retries), note, tone)
+    text, note = short(done.cut_off), f"{short(done.empty)} empty, of {short(done.answers)} answers"
+    if done.read and not done.answers:  # an earlier release did not note it
+        text, note = "not known", ""
+    yield Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, _warning(done.cut_off + done.empty))
+    lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
+    text, note = short(lost), "in flight at the last lines of attempts that were killed"
+    yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
+    note = f"{silent or 'none'} ended {NO_WORD}"
+    yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
+    dead = run.together.counts.dead
+    note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
+    note += f"; {figure(run.retried.counts.written)} written by retries" if run.retries else ""
+    yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, _warning(dead))
+    parts = [f"{count} {state}" for state, count in totals.states.most_common()]
+    parts += [f"{totals.not_started} not started"] if totals.not_started else []
+    tone = "critical" if any(totals.states[state] for state in ("failed", "damaged", "lost")) else ""
+    number = max(run.tasks, len(run.ranks))
+    yield Figure("totals.tasks", "Ranks", run.tasks or None, figure(number), ", ".join(parts), tone)
+
+
+def _warning(number: int) -> Tone:
+    return "warning" if number else ""
+
+
+def _both(key: str) -> str:
+    """Of documents that are done, committed or not. That is exact, however many attempts were killed."""
+    return f"totals.committed.{key} + totals.unfinished.{key}"
+
+
+def _rate(totals: Totals, runs: bool) -> Figure:
+    now, average = round(totals.rates.documents, 6), round(totals.average.documents, 6)
+    if runs:
+        note = f"documents/s; average {short(average)}"
+        return Figure("totals.rates.documents", "Rate now", now, short(now), note)
+    return Figure("totals.average.documents", "Average rate", average, short(average), "documents per second")
+
+
+def _time(run: RunState, runs: bool) -> Figure:
+    totals = run.totals
+    if totals.time_left is not None and runs:
+        ready = datetime.fromtimestamp(run.read_at + totals.time_left, UTC)
+        when = f"until {ready:%b} {ready.day}, {ready:%H:%M} UTC"
+        left = round(totals.time_left, 3)
+        return Figure("totals.time_left_seconds", "Time left", left, duration(totals.time_left), when)
+    worked = round(totals.working_seconds, 3)
+    since = "" if totals.started is None else f"since {datetime.fromtimestamp(totals.started, UTC):%Y-%m-%d %H:%M} UTC"
+    return Figure("totals.working_seconds", "Time worked", worked, duration(worked), since)
+
+
+def costs(run: RunState, prices: Prices, config: Mapping[str, object], wasted_seconds: float) -> Iterator[Figure]:
+    """One figure for each price, the sum, and what that means for a million documents.
+
+    Args:
+        wasted_seconds: of ranks that worked, but only waited for servers after an interruption.
+    """
+    amounts: list[tuple[str, float, str]] = []
+    total = 0.0
+    if prices.gpu_hour is not None:
+        gpus = prices.gpus_per_rank or gpus_in(config) or 1
+        hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
+        total += hours * prices.gpu_hour
+        with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
+        yield Figure("", "GPU hours", hours, short(hours), with_gpus)
+        amounts.append(("Cost of GPUs", total, f"at {money(prices.gpu_hour)} per GPU hour"))
+        lost = wasted_seconds * gpus / 3600 * prices.gpu_hour
+        amounts.append(("Lost to interruptions", lost, f"{duration(wasted_seconds)} of starting again"))
+    if prices.million_tokens is not None:
+        prompt, completion = prices.million_tokens
+        cost = (_tokens(run, "prompt_tokens") * prompt + _tokens(run, "completion_tokens") * completion) / 1e6
+        total += cost
+        per = money(prompt) if prompt == completion else f"{money(prompt)} and {money(completion)}"
+        amounts.append(("Cost of tokens", cost, f"at {per} per million tokens"))
+    if amounts:
+        done = run.totals.documents
+        amounts.append(("Cost", total, f"{money(total / done * 1e6)} per million documents" if done else ""))
+    yield from (Figure("", label, amount, money(amount), note) for label, amount, note in amounts)
+
+
+def _tokens(run: RunState, kind: str) -> int:
+    """What was paid for: also for documents that are not done, as far as attempts that were killed had noted it."""
+    return sum(
+        max(getattr(sums.work, kind), getattr(sums.counts, kind) + getattr(sums.unfinished, kind))
+        for sums in (run.totals, run.retried)
+    )
+
+
+def gpus_in(node: object) -> int | None:
+    """GPUs of one rank by a YAML file's settings; None if they do not tell."""
+    if isinstance(node, Mapping) and "server_type" in node:
+        numbers = [node.get(name, 1) for name in ("tp", "dp", "pp", "replicas")]
+        known = [number for number in numbers if isinstance(number, int) and number > 0]
+        return math.prod(known) if len(known) == len(numbers) else None
+    parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    return next((gpus for gpus in map(gpus_in, parts) if gpus is not None), None)
+
+
+def money(amount: float) -> str:
+    """An amount without a currency: "308.50", "12,345", "0.0021"."""
+    if amount and abs(amount) < 0.1:
+        return f"{amount:.2g}"
+    return f"{amount:,.2f}" if abs(amount) < 10_000 else f"{amount:,.0f}"
+
+
+# charts and tables ---------------------------------------------------------------------------------------------------
+
+
+def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -> Iterator[Chart]:
+    time = time_axis([one.log for one in ranks], now if any(one.runs for one in ranks) else None)
+    if time is None:
+        return
+    for one in ranks:
+        if not one.state.root:  # retries read documents that were read before: they are not summed
+            time.add(one.log, now if one.runs else None)
+    edges, cuts = time.edges.tolist(), time.count(one.at for one in found)
+    finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
+    yield Chart("Documents finished", edges, {"documents": finished}, cuts)
+    yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
+    tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
+    yield Chart("Tokens per second", edges, tokens, cuts)
+    kinds = sorted(time.errors.items(), key=lambda item: float(item[1].sum()), reverse=True)
+    if rest := kinds[_MAX_KINDS:]:
+        kinds[_MAX_KINDS:] = [(f"{len(rest)} other kinds", np.sum([values for _, values in rest], axis=0))]
+    shown = {f"{kind}: {figure(round(float(values.sum())))}": values for kind, values in kinds if values.sum() > 0}
+    if shown:
+        lines = {label: [round(value, 4) for value in values.tolist()] for label, values in shown.items()}
+        yield Chart("Errors over time", edges, lines, cuts)
+
+
+def _tables(
+    run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption], config: Mapping[str, object]
+) -> Iterator[Table]:
+    yield _interruptions(together(found))
+    causes = run.totals.dead_letters
+    dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
+    yield Table("Dead letters", ("cause", "documents#", "#"), dead)
+    yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
+    yield _ranks(ranks)
+    yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
+    identity = [
+        (key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in run.identity.items()
+    ]
+    yield Table("Identity", ("name", "value"), identity)
+
+
+def _interruptions(found: Sequence[Interruption]) -> Table:
+    worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
+    known = sum(one.repeated or 0 for one in found)
+    again = f", and {plural(known, 'request')} sent again" if known else ""
+    if any(one.repeated is None and one.why == NO_WORD for one in found):
+        again = ", and it is not known how many requests were sent again"
+    lost = duration(sum(one.seconds for one in found))
+    note = (
+        f"{plural(sum(len(one.ranks) for one in found), 'interruption')} cost {lost} of ranks' time{again}. "
+        "Pause: nothing ran. Start-up: until servers were ready. Times of several ranks are their sums. "
+        "Without a word: kill -9, out of memory, or a node that is gone."
+    )
+    if len(worst) < len(found):
+        note += f" These are the {len(worst)} longest of {len(found)}."
+    columns = ("rank", "last sign of life", "how it ended", "where", "pause#", "start-up#", "sent again#")
+    rows = [_interruption(one) for one in sorted(worst, key=lambda one: one.at)]
+    return Table("What interruptions cost", columns, rows, note)
+
+
+def _interruption(one: Interruption) -> list[str]:
+    unknown = "not known" if one.why == NO_WORD else ""
+    return [
+        one.name,
+        clock(one.at),
+        one.why,
+        one.place,
+        "none yet" if one.away is None else duration(one.away),
+        "" if one.starting is None else duration(one.starting),
+        unknown if one.repeated is None else figure(one.repeated),
+    ]
+
+
+def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
+    """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
+
+    Args:
+        requests: of all documents. Those of the last minutes before a kill are in no histogram.
+    """
+    found = [attempt.spread for log in logs for attempt in log.attempts if attempt.spread is not None]
+    kinds = {
+        "latency": [one.milliseconds for one in found],
+        "prompt tokens": [one.prompt_tokens for one in found],
+        "completion tokens": [one.completion_tokens for one in found],
+    }
+    rows, counted = [], 0
+    for kind, spreads in kinds.items():
+        buckets = Buckets(sum((Counter(one) for one in spreads), Counter()))
+        if number := sum(buckets.values()):
+            counted = max(counted, number)
+            limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
+            rows.append([kind, *(duration(one / 1000) if kind == "latency" else figure(one) for one in limits)])
+    of = f" of {figure(requests)}" if counted < requests else ""
+    note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
+    return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
+
+
+def _limit(buckets: Buckets, number: float) -> float:
+    """What so many values are at most."""
+    seen = 0
+    for bucket in sorted(buckets):
+        seen += buckets[bucket]
+        if seen >= number:
+            break
+    return Buckets.lower(bucket + 1)
+
+
+def _ranks(ranks: Sequence[_Rank]) -> Table:
+    rates = [one.log.rate for one in ranks if one.log.rate is not None]
+    median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else 0.0
+    rows, tones = [], list[Tone]()
+    for one in ranks:
+        state, rate, share = one.state, one.log.rate, one.state.position.share
+        share = 1.0 if state.state == "finished" else share
+        is_slow = state.trouble == "slow" or (rate is not None and rate < _SLOW * median)
+        reason = state.reason
+        if is_slow and not reason and rate is not None:
+            reason = f"slow: {percent(rate / median)} of the median"
+        tones.append("critical" if _TONES.get(state.state) == "critical" else "warning" if is_slow else "")
+        rows.append(
+            [
+                one.key,
+                state.state,
+                figure(state.documents),
+                "" if share is None else percent(share),
+                "" if rate is None else figure(rate),
+                figure(state.number_of_attempts),
+                figure(state.chunks),
+                figure(state.unfinished_chunks),
+                figure(state.counts.dead),
+                reason,
+            ]
+        )
+    note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
+    columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
+    return Table("Ranks", columns, rows, note, tones)
+
+
+def _flat(node: object, name: str = "") -> Iterator[tuple[str, str]]:
     """The leaves of nested settings, with dotted names, without secrets."""
-    hidden = repr(Veil(name, node)) == HIDDEN and not name.endswith(".metadata_key")
-    if hidden:
+    if repr(Veil(name, node)) == HIDDEN and not name.endswith(".metadata_key"):
         yield name, HIDDEN
     elif isinstance(node, dict) and node:
         for key, part in node.items():
@@ -205,79 +400,3 @@ def _flat(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(part, f"{name}.{index}")
     elif name:
         yield name, repr(Veil("", node)) if not isinstance(node, str) else node
-
-
-# The chunks of a rank as runs of neighbours in one state, read from its files without keeping what they hold.
-
-
-# A commit's line is long, and a report needs two numbers of it; 1,000 ranks have many of them. Whether lines are whole
-# is for ``status`` to say.
-_COMMIT = re.compile(rb'^[^\n]{0,40}"chunk_index":(\d{1,18}),[^\n]{0,200}?"dead":(\d{1,18}),[^\n]*\n', re.MULTILINE)
-
-
-def chunk_runs(folder: Path) -> list[tuple[int, int, ChunkState]]:
-    """(first, end, state) in ascending order; chunks without a file are left out."""
-    states: dict[int, ChunkState] = {}
-    try:
-        states |= dict.fromkeys(journal_indices(folder), "open")
-        states |= _committed(folder / COMMITS)
-    except (CheckpointError, OSError):
-        pass  # ``status`` says what is damaged; the report draws the rest
-    runs: list[tuple[int, int, ChunkState]] = []
-    for (state, _), run in groupby(enumerate(sorted(states)), key=lambda item: (states[item[1]], item[1] - item[0])):
-        indices = [index for _, index in run]
-        runs.append((indices[0], indices[-1] + 1, state))
-    return runs
-
-
-def _committed(path: Path) -> dict[int, ChunkState]:
-    found = _COMMIT.findall(path.read_bytes()) if path.is_file() else []
-    return {int(index): "dead" if int(dead) else "done" for index, dead in found}
-
-
-def expected_chunks(documents: int, share: float | None, records_per_chunk: int) -> int | None:
-    """How many chunks a rank will have, if its documents go on as they came; None if that is not known."""
-    if not share or not documents or not records_per_chunk:
-        return None
-    return math.ceil(documents / share / records_per_chunk)
-
-
-# Histograms of all requests that servers answered, from those of each attempt.
-
-
-_MAX_BINS = 24
-_PER_POWER = 4  # buckets for each power of two
-
-
-def histograms(logs: Iterable[RankLog], requests: int) -> Iterator[Histogram]:
-    """Latency, prompt tokens, completion tokens; each if there is any.
-
-    Args:
-        requests: of all documents. Those of the last minutes before a kill are in no histogram.
-    """
-    sums = {name: Counter[int]() for name in ("milliseconds", "prompt_tokens", "completion_tokens")}
-    for spread in (attempt.spread for log in logs for attempt in log.attempts):
-        if spread is not None:
-            for name, counter in sums.items():
-                counter.update(getattr(spread, name))
-    shown = (
-        ("Latency of requests", "s", sums["milliseconds"], 0.001),
-        ("Prompt tokens of requests", "tokens", sums["prompt_tokens"], 1.0),
-        ("Completion tokens of requests", "tokens", sums["completion_tokens"], 1.0),
-    )
-    for title, unit, counter, factor in shown:
-        if counted := sum(counter.values()):
-            note = f" of {grouped(requests)}" if counted < requests else ""
-            yield Histogram(title, unit, list(_bins(counter, factor)), note)
-
-
-def _bins(counter: Counter[int], factor: float) -> Iterator[tuple[float, float, int]]:
-    """Neighbouring buckets are joined until there are few enough."""
-    low, high = min(counter), max(counter)
-    joined = next(number for number in (1, 2, _PER_POWER, 400) if (high - low) / number < _MAX_BINS)
-    groups = Counter[int]()
-    for bucket, count in counter.items():
-        groups[(bucket - 1) // joined] += count  # bucket 0 becomes group -1
-    for group in range(min(groups), max(groups) + 1):
-        start = Buckets.lower(group * joined + 1) if group >= 0 else 0.0
-        yield start * factor, Buckets.lower((group + 1) * joined + 1) * factor, groups[group]

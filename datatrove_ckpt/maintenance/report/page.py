@@ -1,226 +1,284 @@
-"""Lays the content out as one HTML page, with its style inside. The page loads nothing and runs no script."""
+"""One HTML page of figures, charts over time and tables. It holds its style, loads nothing and runs no script.
+
+Names of documents, ranks and errors are not trusted: text becomes markup in ``element`` alone, which escapes it, and
+the page's own policy forbids scripts and requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
 from importlib.resources import files
+from itertools import groupby, pairwise
+from string import Template
+from typing import Literal, TypeAlias
 
-from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.maintenance.report.charts import HALF, WIDE, legend, line_chart, strip
-from datatrove_ckpt.maintenance.report.content import Content, Figure, Histogram, Interruption, Part, RankRow, Series
-from datatrove_ckpt.maintenance.report.interruptions import NO_WORD
-from datatrove_ckpt.maintenance.report.markup import Markup, element, joined, name, raw, shortened, void
-from datatrove_ckpt.maintenance.report.scales import clock, compact, grouped, percent
+from datatrove_ckpt.formatting import figure, short
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_MAX_INTERRUPTIONS = 100
 _OPEN_ROWS = 24  # a table with more rows is closed at first
-_MAX_KIND = 60
-_MAX_SETTING = 4000
-_NO_WORD = "Without a word: kill -9, out of memory, or a node that is gone."
-_TONES = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
-"""How the states of ``status`` are coloured; others are a warning in the title, and plain in tables."""
-_NUMBER, _WIDE, _BAR, _SOFT, _KEY, _VALUE = "n", "w", "b", "s", "k", "v"
-"""Kinds of columns: numbers, long names, bars, what is less important, and settings with their values."""
-_CHUNKS = {
-    "done": ("chunks committed", "s0"),
-    "dead": ("with dead letters", "s1"),
-    "open": ("in work", "s2"),
-    "damaged": ("damaged", "damaged"),
-    "none": ("to come", "todo"),
-}
+_MAX_NAME, _MAX_LEGEND, _MAX_CELL = 160, 80, 4000
+
+Tone = Literal["", "good", "warning", "critical"]
+Value: TypeAlias = str | float | None
+"""An attribute's value; None leaves the attribute out."""
 
 
-def page(content: Content) -> str:
-    """The page as text, to be written as UTF-8."""
-    head = element(
-        "head",
-        void("meta", charset="utf-8"),
-        void("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        void("meta", name="color-scheme", content="light dark"),
-        void("link", rel="icon", href="data:,"),
-        element("title", f"{content.model or 'run'}: {content.state}, {shortened(content.where, 80)}"),
-        element("style", raw(files(__package__ or "").joinpath("page.css").read_text())),
-    )
-    main = element(
-        "main",
-        _header(content),
-        *(element("p", line, class_="note") for line in content.missing),
-        _figures(content.figures),
-        _figures(content.costs),
-        element("div", *_sections(content), class_="grid"),
-        element("footer", f"Written by datatrove-ckpt {content.version}, as of {clock(content.made_at)}."),
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', main), lang='en')}\n"
+@dataclass(frozen=True)
+class Figure:
+    """One number of the summary.
+
+    Attributes:
+        key: its name in ``status --json``; "" if it is not there.
+        value: the exact number; None: not known.
+        text: as people read it.
+        note: a few words below it.
+    """
+
+    key: str
+    label: str
+    value: float | None
+    text: str
+    note: str = ""
+    tone: Tone = ""
 
 
-def _header(content: Content) -> Markup:
-    return element(
-        "header",
-        element("h1", name(content.model or content.where)),
-        element("span", content.state, class_=f"pill {_TONES.get(content.state, 'warning')}"),
-        element("p", name(content.where, 400), f", as of {clock(content.made_at)}. {content.age}"),
-    )
+@dataclass(frozen=True)
+class Chart:
+    """Lines over time, all in one unit.
+
+    Attributes:
+        edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
+        lines: for each name a value for each interval; None: nothing is known of it.
+        interruptions: how many, for each interval.
+    """
+
+    title: str
+    edges: Sequence[float]
+    lines: Mapping[str, Sequence[float | None]]
+    interruptions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text.
+
+    Attributes:
+        columns: titles. One that ends with "#" is of numbers.
+        note: what is said above it.
+        tones: for each row, if it is not "".
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    tones: Sequence[Tone] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """The whole page.
+
+    Attributes:
+        where: the checkpoint folder or mirror, as it was given.
+        model: its name; "" if unknown.
+        made_at: Unix seconds at which the state was read.
+        age: what the reader must know about how old it is; "" if it is of now.
+        missing: what could not be shown, and why.
+    """
+
+    where: str
+    model: str
+    state: str
+    tone: Tone
+    made_at: float
+    version: str
+    age: str = ""
+    figures: Sequence[Figure] = ()
+    costs: Sequence[Figure] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    missing: Sequence[str] = ()
+
+    def html(self) -> str:
+        """The page as text, to be written as UTF-8."""
+        as_of = f", as of {clock(self.made_at)}"
+        parts = {
+            "title": escaped(f"{self.model or 'run'}: {self.state}, {shortened(self.where, 80)}"),
+            "name": name(self.model or self.where),
+            "state": element("span", self.state, class_=f"pill {self.tone}"),
+            "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
+            "notes": joined(element("p", line, class_="note") for line in self.missing),
+            "figures": joined(map(_figures, filter(None, (self.figures, self.costs)))),
+            "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
+            "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
+        }
+        template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+        return Template(template).substitute(parts)
 
 
 def _figures(figures: Sequence[Figure]) -> Markup:
-    return element("dl", *map(_figure, figures), class_="figures") if figures else joined([])
+    return element("dl", *map(_figure, figures), class_="figures")
 
 
-def _figure(figure: Figure) -> Markup:
-    exact = None if figure.value is None else repr(figure.value)
-    kind = f"value {figure.tone}".strip()
+def _figure(one: Figure) -> Markup:
+    exact = None if one.value is None else repr(one.value)
+    kind = f"value {one.tone}".strip()
     return element(
         "div",
-        element("dt", figure.label),
-        element("dd", figure.text, class_=kind, data_figure=figure.key or None, data_value=exact),
-        element("dd", figure.note, class_="remark") if figure.note else "",
+        element("dt", one.label),
+        element("dd", one.text, class_=kind, data_figure=one.key or None, data_value=exact),
+        element("dd", one.note, class_="remark") if one.note else "",
         class_="figure",
     )
 
 
-def _sections(content: Content) -> Iterable[Markup]:
-    if content.timeline is not None:
-        cuts = "Red triangles: attempts that ended unfinished." if any(content.timeline.interruptions) else ""
-        documents, rate = ([one] if one else [] for one in (content.documents, content.document_rate))
-        yield from _over_time(content, "Documents finished", documents, WIDE, cuts)
-        yield from _over_time(content, "Documents per second", rate, HALF)
-        yield from _over_time(content, "Tokens per second", content.tokens, HALF)
-    if content.interruptions:
-        yield _interruptions(content.interruptions)
-    if any(part.value for part in content.answers):
-        yield _parts("Where answers came from", ("", "answers"), content.answers)
-    if content.timeline is not None:
-        counted = [Series(f"{shortened(one.name, _MAX_KIND)}: {_sum(one)}", one.values) for one in content.errors]
-        yield from _over_time(content, "Errors over time", counted, WIDE)
-    if content.causes:
-        yield _parts("Dead letters", ("cause", "documents"), content.causes)
-    if cards := [_histogram(found) for found in content.histograms if found.count]:
-        yield element("div", *cards, class_="wide three")
-    if content.ranks:
-        yield _ranks(content)
-    for title, pairs in (("Settings", content.settings), ("Identity", content.identity)):
-        if pairs:
-            rows = [[name(key), element("code", name(value, _MAX_SETTING))] for key, value in pairs]
-            yield _section(title, "", _table((), (_KEY, _VALUE), rows))
+def _table(table: Table) -> Markup:
+    kinds = ["n" if column.endswith("#") else None for column in table.columns]
+    heads = zip(table.columns, kinds, strict=True)
+    lines = [element("tr", *(element("th", head.removesuffix("#"), class_=kind) for head, kind in heads))]
+    for index, row in enumerate(table.rows):
+        pairs = zip(row, kinds, strict=True)
+        cells = (element("td", cell if kind else name(cell, _MAX_CELL), class_=kind) for cell, kind in pairs)
+        lines.append(element("tr", *cells, class_=(table.tones[index] or None) if table.tones else None))
+    body = element("div", element("table", *lines), class_="table")
+    if len(lines) > _OPEN_ROWS:
+        body = element("details", element("summary", f"all {len(table.rows)} rows"), body)
+    note = element("p", table.note) if table.note else ""
+    return element("section", element("h2", table.title), note, body, class_="wide")
 
 
-def _section(title: str, what: str, *children: str, kind: str | None = "wide") -> Markup:
-    """A card, as wide as the page unless ``kind`` is None."""
-    about = element("p", what) if what else ""
-    return element("section", element("h2", title), about, *children, class_=kind)
+# charts: each interval has an invisible column above it, whose tooltip names the values: that needs no script --------
+
+_WIDTH, _HEIGHT = 508, 210
+_TOP, _LEFT, _RIGHT, _FLOOR = 10, 52, 14, 182
+_TIME_STEPS = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+_DAY = 86400
 
 
-def _table(head: Sequence[str], kinds: Sequence[str], rows: Sequence[Sequence[str]], what: str = "") -> Markup:
-    """A table. ``what``: the plural of what its rows are, if it is closed at first when it is long."""
-    titles = [
-        element("th", title, class_=_NUMBER if kind == _NUMBER else None)
-        for title, kind in zip(head, kinds, strict=False)
+def _chart(chart: Chart) -> Markup:
+    edges, shown = chart.edges, [(shortened(line, _MAX_LEGEND), values) for line, values in chart.lines.items()]
+    known = (value for _, values in shown for value in values if value is not None)
+    marks = ticks(max(known, default=0.0))
+
+    def x(at: float) -> float:
+        return _LEFT + (_WIDTH - _RIGHT - _LEFT) * (at - edges[0]) / (edges[-1] - edges[0])
+
+    def y(value: float) -> float:
+        return _FLOOR - (_FLOOR - _TOP) * value / marks[-1]
+
+    parts: list[Markup] = []
+    for value in marks:
+        kind = "grid" if value else "axis"
+        parts.append(element("path", d=f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}", class_=kind))
+        parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
+    for at, when in time_ticks(edges[0], edges[-1]):
+        parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
+        parts.append(element("text", when, x=x(at), y=_FLOOR + 20, text_anchor="middle"))
+    middles = [x((low + end) / 2) for low, end in pairwise(edges)]
+    if any(chart.interruptions):
+        cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
+        parts.append(element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut"))
+    for index, (_, values) in enumerate(shown):
+        places = [None if value is None else (at, y(value)) for at, value in zip(middles, values, strict=True)]
+        parts.append(element("path", d=_line(places), class_=f"line s{index}"))
+    for index, (low, end) in enumerate(pairwise(edges)):
+        lines = [clock(low)]
+        lines += [f"{figure(values[index] or 0)} {line}" for line, values in shown if values[index]]
+        if count := chart.interruptions[index]:
+            lines.append(f"interruptions: {count}")
+        title = element("title", "\n".join(lines))
+        parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
+    keys = [element("span", element("i", class_=f"key s{index}"), name(line)) for index, (line, _) in enumerate(shown)]
+    note = element("p", "Red triangles: attempts that ended unfinished.") if any(chart.interruptions) else ""
+    drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title)
+    return element("section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing)
+
+
+def _line(places: Iterable[tuple[float, float] | None]) -> str:
+    parts = []
+    for known, run in groupby(places, key=bool):
+        if known:
+            shown = [f"{number(place[0])} {number(place[1])}" for place in run if place]
+            # A lone value is a line of no length, whose round ends show as a dot.
+            parts.append(f"M{shown[0]}L{' '.join(shown[1:] or shown)}")
+    return "".join(parts)
+
+
+def ticks(high: float) -> list[float]:
+    """Round values from 0 to the first one that is not below ``high``."""
+    if not 0 < high < math.inf:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(high / 5))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 5 >= high * (1 - 1e-9))
+    return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
+
+
+def time_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round times of UTC between two Unix times, with labels; four at most."""
+    rough = (high - low) / 4
+    step = next((step for step in _TIME_STEPS if step >= rough), math.ceil(rough / _DAY) * _DAY)
+    form = "%b %d" if step >= _DAY else "%b %d, %H:%M" if step >= 60 else "%H:%M:%S"
+    first = math.ceil(low / step) * step
+    return [(at, f"{datetime.fromtimestamp(at, UTC):{form}}") for at in range(first, math.floor(high) + 1, step)]
+
+
+def clock(at: float) -> str:
+    """A Unix time for people: "2026-11-21 18:05:00 UTC"."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+# markup --------------------------------------------------------------------------------------------------------------
+
+# Control characters, and those that turn the direction of the text around them.
+_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+class Markup(str):
+    """Text that is markup already. Only this module makes it."""
+
+    __slots__ = ()
+
+
+def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
+    """One element. An underscore in an attribute's name stands for a hyphen, and one at its end is left out.
+
+    Args:
+        children: ``Markup`` is taken as it is; any other text is escaped.
+    """
+    given = [
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(value if isinstance(value, str) else number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
     ]
-    lines = [element("tr", *titles)] if head else []
-    for row in rows:
-        cells = zip(row, kinds, strict=True)
-        lines.append(element("tr", *(element("td", cell, class_=kind or None) for cell, kind in cells)))
-    table = element("div", element("table", *lines), class_="table")
-    closed = bool(what) and len(rows) > _OPEN_ROWS
-    return element("details", element("summary", f"all {len(rows)} {what}"), table) if closed else table
+    return Markup(f"<{tag}{''.join(given)}>{joined(children)}</{tag}>")
 
 
-def _over_time(content: Content, title: str, series: Sequence[Series], width: int, what: str = "") -> Iterable[Markup]:
-    if series and content.timeline is not None:
-        names = [one.name for one in series] if len(series) > 1 or title.startswith("Errors") else []
-        keys = legend(names, [f"s{index}" for index in range(len(names))])
-        chart = line_chart(content.timeline, series, title.lower(), width)
-        yield _section(title, what, keys, chart, kind="wide" if width == WIDE else None)
+def joined(children: Iterable[str]) -> Markup:
+    """Several pieces of markup or text as one."""
+    return Markup("".join(child if isinstance(child, Markup) else escaped(child) for child in children))
 
 
-def _sum(series: Series) -> str:
-    return grouped(round(sum(value or 0 for value in series.values)))
+def escaped(text: str) -> Markup:
+    """A text, for content and for attributes. Characters that no page may hold become U+FFFD."""
+    return Markup(escape(text if text.isascii() and text.isprintable() else _UNSHOWN.sub("\ufffd", text)))
 
 
-def _parts(title: str, head: tuple[str, str], parts: Sequence[Part]) -> Markup:
-    """A row for each part of a whole, with its share, and a bar."""
-    total = sum(part.value for part in parts) or 1
-    rows = [
-        [name(one.name, 300), grouped(one.value), percent(one.value / total), strip([(0, one.value, "s0")], total)]
-        for one in parts
-    ]
-    return _section(title, "", _table((*head, "", ""), (_WIDE, _NUMBER, _NUMBER, _BAR), rows))
+def name(text: str, limit: int = _MAX_NAME) -> Markup:
+    """A name from outside: shortened in its middle, and kept apart from the direction of the text around it."""
+    return element("bdi", shortened(text, limit))
 
 
-def _histogram(found: Histogram) -> Markup:
-    most = max(count for _, _, count in found.bins)
-    rows = [
-        [f"{_value(low, found.unit)} to {_value(high, found.unit)}", grouped(count), strip([(0, count, "s0")], most)]
-        for low, high, count in found.bins
-    ]
-    about = f"{grouped(found.count)}{found.note} requests"
-    return _section(found.title, about, _table((), (_SOFT, _NUMBER, _BAR), rows), kind=None)
+def shortened(text: str, limit: int) -> str:
+    """The text with "..." in its middle if it has more than ``limit`` characters."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
-def _value(value: float, unit: str) -> str:
-    return duration(value) if unit == "s" else compact(round(value))
-
-
-def _interruptions(found: Sequence[Interruption]) -> Markup:
-    worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
-    known = [one.repeated for one in found if one.repeated is not None]
-    again = f", and {plural(sum(known), 'request')} sent again" if sum(known) else ""
-    if any(one.repeated is None and one.why == NO_WORD for one in found):
-        again = ", and it is not known how many requests were sent again"
-    lost = duration(sum(one.seconds for one in found))
-    what = f"{plural(sum(one.ranks for one in found), 'interruption')} cost {lost} of ranks' time{again}."
-    what += " Times of several ranks are their sums. " + _NO_WORD
-    if len(worst) < len(found):
-        what += f" These are the {len(worst)} longest of {len(found)}."
-    keys = legend(["pause: nothing ran", "start-up: until servers were ready"], ["slow", "s0"])
-    head = ("rank", "last sign of life, UTC", "how it ended", "where", "pause", "start-up", "sent again", "")
-    kinds = (_WIDE, _SOFT, _WIDE, _WIDE, _NUMBER, _NUMBER, _NUMBER, _BAR)
-    rows = [_interruption(one, worst[0].seconds) for one in sorted(worst, key=lambda one: one.at)]
-    return _section("What interruptions cost", what, keys, _table(head, kinds, rows, "interruptions"))
-
-
-def _interruption(one: Interruption, longest: float) -> list[str]:
-    pause = one.away or 0.0
-    return [
-        name(one.rank, 80),
-        clock(one.at).removesuffix(" UTC"),
-        name(one.why),
-        name(one.place, 80),
-        "none yet" if one.away is None else duration(one.away),
-        "" if one.starting is None else duration(one.starting),
-        ("not known" if one.why == NO_WORD else "") if one.repeated is None else grouped(one.repeated),
-        strip([(0, pause, "slow"), (pause, one.seconds, "s0")], longest),
-    ]
-
-
-def _ranks(content: Content) -> Markup:
-    ranks = content.ranks
-    states = {state for row in ranks for _, _, state in row.chunks} | {"none" for row in ranks if row.expected_chunks}
-    names, kinds = zip(*(_CHUNKS[state] for state in _CHUNKS if state in states), strict=True) if states else ((), ())
-    what = "Documents per second while the rank worked"
-    what += f"; the median is {grouped(content.median_rate)}." if content.median_rate else "."
-    if slow := sum(row.slow for row in ranks):
-        what += f" Orange: {plural(slow, 'rank')} far below it."
-    head = ("rank", "state", "documents", "done", "per second", "", "attempts", "chunks", "")
-    columns = ("", "", _NUMBER, _NUMBER, _NUMBER, _BAR, _NUMBER, _BAR, _WIDE)
-    fastest = max(row.rate or 0.0 for row in ranks)
-    chunks = max(max(row.expected_chunks or 0, row.chunks[-1][1] if row.chunks else 0) for row in ranks)
-    rows = [_rank(row, fastest, chunks) for row in ranks]
-    return _section("Ranks", what, legend(names, kinds), _table(head, columns, rows, "ranks"))
-
-
-def _rank(row: RankRow, fastest: float, chunks: int) -> list[str]:
-    pieces = [(0, row.expected_chunks or 0, "todo"), *((low, end, _CHUNKS[state][1]) for low, end, state in row.chunks)]
-    return [
-        name(row.key, 40),
-        element("span", row.state, class_=_TONES.get(row.state)),
-        grouped(row.documents),
-        "" if row.share is None else percent(row.share),
-        "" if row.rate is None else grouped(row.rate),
-        strip([(0, row.rate or 0.0, "slow" if row.slow else "s0")], fastest),
-        grouped(row.attempts),
-        strip(pieces, chunks),
-        name(row.reason, 300),
-    ]
+def number(value: float) -> str:
+    """A coordinate: at most one decimal, because a picture needs no more and a page of a thousand ranks less."""
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,129 @@
+"""``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until it has ended.
+
+A run that is tracked starts this module as a program (``generation/export/tracking.py``), and ends it at any moment.
+
+Exit codes: 0 all is sent; 1 another process sends it, or the checkpoint cannot be read; 2 a mistake on the command
+line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, TRACKING_LOCK
+from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.config.monitoring import TrackedJob
+from datatrove_ckpt.errors import CheckpointLocked, CkptError, StorageFailed
+from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedRun, Tracker, WandbRun, job_of
+from datatrove_ckpt.redaction import Redactor
+
+_REPORT_SECONDS = 60.0
+_KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
+_LAST_SECONDS = 5.0  # that it may need after the end of who started it
+
+
+def track(arguments: argparse.Namespace) -> int:
+    """Sends all, as long as there is something to come. Returns the exit code."""
+    with place_of(arguments, lambda name, size: name in (RUN, HISTORY)) as place:
+        job, said = job_of(place), ""
+        tracker = _tracker(place.folder, job)
+        try:
+            lock = files.Lock(place.folder / TRACKING_LOCK)
+        except CheckpointLocked:
+            holder = files.lock_holder(place.folder / TRACKING_LOCK) or {}
+            raise CkptError(
+                f"{place.what}: process {holder.get('pid')} on {holder.get('host')} sends this job already. It does "
+                "all that this command would."
+            ) from None
+        try:
+            while (problem := tracker.work(everything=False)) or not tracker.is_over:
+                if problem != said:
+                    write_out(f"{place.said(Redactor()(problem)) or 'up to date again'}\n")
+                said = problem
+                time.sleep(job.seconds)
+                with suppress(StorageFailed):  # a network that comes back
+                    place.refresh()
+        finally:
+            lock.release()
+    write_out(f"{job.run_name}: all is sent, and no task is at work.\n")
+    return 0
+
+
+def _tracker(root: Path, job: TrackedJob) -> Tracker:
+    runs: list[Callable[[float], TrackedRun]] = []
+    if job.mlflow_uri is not None:
+        runs.append(partial(MlflowRun, job))
+    if job.wandb_project is not None:
+        runs.append(lambda first_at: WandbRun(job, root))
+    return Tracker(root, job.ranks, runs, partial(_write_report, root))
+
+
+def _write_report(root: Path, file: Path) -> bool:
+    """In a process of its own: it may take long."""
+    command = [sys.executable, "-P", "-m", "datatrove_ckpt", "report", str(root), "-o", str(file)]
+    nothing = subprocess.DEVNULL
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_REPORT_SECONDS, check=False)
+    return file.exists()
+
+
+# for a run ------------------------------------------------------------------------------------------------------------
+
+
+def _track_of_run(root: Path) -> None:
+    """Does what the process that has started this one wishes. Ends with it, or if another process sends already."""
+    wishes, answers = FileIO(0), FileIO(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    os.nice(10)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    job = TrackedJob(**orjson.loads(wishes.readline()))
+    with suppress(CheckpointLocked):
+        files.Lock(root / TRACKING_LOCK)  # until this process ends
+        with suppress(StorageFailed):  # only the same command by hand needs it
+            files.disk.replace(root / TRACKING, orjson.dumps(asdict(job)))
+        _answer(_tracker(root, job), job.seconds, wishes, answers)
+        os._exit(0)  # whatever threads libraries have
+
+
+def _answer(tracker: Tracker, seconds: float, wishes: FileIO, answers: FileIO) -> None:
+    redact, number, wish, at_work = Redactor(), 0, b"", time.monotonic()
+    while True:  # at once, so that imports and the making of the run hold up nothing at the end
+        problem = " ".join(redact(tracker.work(everything=bool(wish))).split())[:500]
+        number = int(wish or number)
+        answers.write(f"{number} {problem}\n".encode("utf-8", "backslashreplace"))
+        if not tracker.is_over:
+            at_work = time.monotonic()
+        elif time.monotonic() - at_work >= _KEEP_SECONDS:
+            return
+        wish = b""
+        if select.select([wishes], [], [], seconds)[0] and not (wish := wishes.readline()):
+            tracker.work(everything=True)  # a rank of another process may have ended meanwhile
+            return
+
+
+def _end_with(parent: int) -> None:
+    """A library may hang. The pipe does not tell that the parent has ended: a fork of it may hold it open."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    time.sleep(_LAST_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _track_of_run(Path(sys.argv[1]))

@@ -30,6 +30,7 @@ from datatrove_ckpt.checkpoint.lines import (
     Line,
     is_count,
     is_seconds,
+    last_lines,
     may_be_torn,
     scan_lines,
     seal,
@@ -427,21 +428,11 @@ def sum_commits(path: Path | str) -> CommitSums | None:
     Raises:
         StorageFailed: the file cannot be read.
     """
-    lines = _read_lines(path)
+    lines = last_lines(path)
     try:
         return _sum(lines)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-
-
-def _read_lines(path: Path | str) -> list[bytes]:
-    data = b""
-    with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        data = file.read()
-    lines = data.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()  # a torn tail
-    return lines
 
 
 def _sum(lines: list[bytes]) -> CommitSums | None:
@@ -495,7 +486,7 @@ def sum_journal(path: Path | str) -> DocumentCounts | None:
         StorageFailed: it cannot be read.
     """
     counts, known = DocumentCounts(), set[bytes]()
-    for line in _read_lines(path):
+    for line in last_lines(path):
         head = _DOCUMENT.match(line)
         if head is None or not _is_whole(line):
             return None

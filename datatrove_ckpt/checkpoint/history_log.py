@@ -15,7 +15,6 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     is_progress_line,
     parse_line,
 )
-from datatrove_ckpt.checkpoint.lines import BODY_AT
+from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
@@ -293,17 +292,7 @@ def read_recent(path: str) -> RecentHistory:
     Raises:
         StorageFailed: it cannot be read.
     """
-    data = b""
-    with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        size = os.fstat(file.fileno()).st_size
-        if size > _MAX_BYTES:
-            file.seek(size - _MAX_BYTES)
-            file.readline()
-        data = file.read()
-    lines = data.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()  # a torn tail
-    return _summarise(lines)
+    return _summarise(last_lines(path, _MAX_BYTES))
 
 
 def _summarise(lines: list[bytes]) -> RecentHistory:

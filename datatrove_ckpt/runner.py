@@ -17,16 +17,16 @@ from datatrove.utils.stats import Stats
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.carried_code import CarriesCode
 from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
 from datatrove_ckpt.generation.run_identity import run_identity
+from datatrove_ckpt.generation.script_names import CarriesCode
 from datatrove_ckpt.generation.shared_context import SharedContext
 from datatrove_ckpt.generation.step import OnDocumentError
 from datatrove_ckpt.generation.user_code import check_rollout
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.gc_tuning import gc_paused

@@ -41,7 +41,7 @@ from datatrove_ckpt.preflight.before_run import (
 )
 from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")

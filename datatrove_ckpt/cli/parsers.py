@@ -189,7 +189,7 @@ def _add_migrate(commands: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, document by document, only")
     parser.add_argument(
-        "--logging-dir", metavar="DIR", help="of datatrove's run: its executor.json tells model and tasks"
+        "--logging-dir", metavar="DIR", help="of datatrove's run: its log files show whether it is still on"
     )
     lacking = "documents that files of finished chunks lack were dropped by their rollouts: do not process them again"
     parser.add_argument("--lacking-are-dropped", action="store_true", help=lacking)

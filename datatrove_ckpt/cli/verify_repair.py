@@ -26,6 +26,7 @@ from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
 from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
 # verify --------------------------------------------------------------------------------------------------------------
@@ -38,13 +39,15 @@ def verify(arguments: argparse.Namespace) -> int:
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
+        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS  # documents in journals, by chunk
+        text = orjson.dumps(_as_json(report, arguments.full, code), option=options).decode()
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
     say(place.said(text))
     return code
 
 
+@gc_paused()  # commits of many ranks, and no garbage
 def _report(arguments: argparse.Namespace, place: Place) -> Report:
     planned = output_folder_of(place.config)
     return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)

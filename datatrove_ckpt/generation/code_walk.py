@@ -29,15 +29,21 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, absolute, fingerprint, is_importable
-from datatrove_ckpt.generation.code_source import (
+from datatrove_ckpt.generation.code_modules import (
+    MAIN,
+    PIPELINE,
     TEXT_FILES,
     Binding,
     Definition,
     Function,
     Import,
+    Module,
+    Project,
+    absolute,
     bound_names,
     dotted,
+    fingerprint,
+    is_importable,
 )
 from datatrove_ckpt.generation.code_values import (
     LEFT,

@@ -16,6 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
@@ -33,12 +34,11 @@ from datatrove_ckpt.generation.shared_context import shared_arguments
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
-from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.arrow import prepare_arrow
+from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop

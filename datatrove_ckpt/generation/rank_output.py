@@ -10,7 +10,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.readers.pipeline import steps_before
 
 

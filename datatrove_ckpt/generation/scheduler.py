@@ -33,11 +33,10 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
-from datatrove_ckpt.process.shutdown import Shutdown, StopState
+from datatrove_ckpt.process.shutdown import Shutdown, StopState, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 

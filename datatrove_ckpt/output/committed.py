@@ -19,7 +19,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -33,15 +33,14 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
-from datatrove_ckpt.output.listing import list_output
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, list_output, stray_advice
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
 _SHOWN = 3
 _TO_DELETE = 20
 
 
-@dataclass
+@dataclass(slots=True)
 class CommittedFile:
     """A file that a commit names. ``root``: the folder of the retry that wrote it, or ""."""
 
@@ -102,7 +101,7 @@ class RankCommits:
             self.has_run, self.is_finished, self._chunks = bool(found.run), found.is_finished, set(found.commits)
         self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
-    @cached_property
+    @property
     def names(self) -> set[str]:
         return {plain(committed.file.path) for committed in self.files}
 
@@ -294,7 +293,8 @@ class OutputCheck:
         Raises:
             OutputMismatch: naming some of them.
         """
-        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in commits.names]
+        names = commits.names
+        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in names]
         unknown = [(root, name) for root, name in unknown if not self._may_be_committed(commits, name)]
         which = f"no commit of rank {commits.rank} names"
         certain = {name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)}

@@ -20,7 +20,6 @@ from datatrove_ckpt.generation.job_check import check_job, check_step_order, che
 from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import (
     check_access,
@@ -29,13 +28,14 @@ from datatrove_ckpt.output.hub_access import (
     private_if_made,
     repository_is_gone,
 )
-from datatrove_ckpt.output.hub_lag import look_again, looks_for
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubUploads
+from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
 from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.retrying import failure_line
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -181,6 +181,7 @@ def committed_here(executor: Any, step: InferenceRunner) -> Callable[[], int] | 
     return partial(committed_files, step.output_writer, root)
 
 
+@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
     executor: Any, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
 ) -> dict[Path, JobSums]:
@@ -289,7 +290,7 @@ def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds
         return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
     except OSError as error:
         raise OutputFailed(
-            f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
+            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
         ) from error
 
 
@@ -306,5 +307,5 @@ def _look_at_hub(
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
     lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
-    found.show(look_again(hub, lost, looks_for(each.folder for each in commits)))
+    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
     return found

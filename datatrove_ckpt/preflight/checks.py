@@ -9,8 +9,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, traits
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
@@ -351,26 +352,12 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        ended.set()
-
-    # An event, because an interrupted ``join`` marks the thread as dead.
-    ended = threading.Event()
-    threading.Thread(target=run, daemon=True).start()
+    result = in_thread(function, "datatrove-ckpt check")
     try:
-        ended.wait(seconds)
+        wait([result], seconds)
     except KeyboardInterrupt:
-        ended.wait(_GRACE_SECONDS)  # it removes its probe
+        wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
-    if errors:
-        raise errors[0]
-    if not results:
+    if not result.done():
         raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
-    return results[0]
+    return result.result()

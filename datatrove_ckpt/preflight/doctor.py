@@ -25,13 +25,12 @@ from datatrove_ckpt.formatting import error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ask_endpoints, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     PreflightCheck,

@@ -22,7 +22,7 @@ from datatrove_ckpt.output.names import fields_of_documents
 from datatrove_ckpt.preflight.checks import PreflightCheck, State
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import existing_part
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 
 FILES_PER_FOLDER = 10_000
 FILES_PER_REPOSITORY = 100_000

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import duration
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -228,7 +228,7 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         with file_system_call():
             yield
     except OSError as error:
-        raise kind(f"{what}: {failure_text(error)}.") from error
+        raise kind(f"{what}: {failure_line(error)}.") from error
 
 
 def measure_upload(folder: Any, size: int, seconds: float) -> UploadCost:

@@ -10,6 +10,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.preflight.checks import Need, PreflightCheck, State
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import existing_part
@@ -19,7 +20,7 @@ from datatrove_ckpt.runner import InferenceRunner
 # run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
 _FILES_PER_RANK = 20
 _BYTES_PER_TOKEN = 4
-_COMPRESSED = (".gz", ".zst", ".parquet")
+_COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
 
 
 @dataclass(frozen=True)

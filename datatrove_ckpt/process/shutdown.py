@@ -249,3 +249,10 @@ class Shutdown:
                         return True
                 except queue.Empty:
                     return False
+
+
+async def wait_until_cancelled() -> NoReturn:
+    """Never returns: ends only by cancellation."""
+    never = asyncio.Event()
+    while True:
+        await never.wait()

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from datatrove.io import DataFolder
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
-from datatrove_ckpt.readers.retries import RetryingFile, retrying
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,7 +24,7 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
-        file: Any = retrying(lambda: folder.open(name, "rb"), name)
+        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
@@ -82,3 +82,16 @@ def take_values(chunk: Any, rows: Numbers) -> Any:
         return chunk.take(pa.array(rows))
     except pa.ArrowNotImplementedError:  # string views, run-end encoding
         return pa.array([chunk[row].as_py() for row in rows.tolist()], chunk.type)
+
+
+class RetryingFile:
+    """A remote file opened for reading, whose reads are repeated."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -24,12 +24,12 @@ import orjson
 from datatrove.io import DataFolder
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, State, in_pipeline
-from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead
 
 _GROUPS = 32
@@ -120,7 +120,7 @@ class Inputs:
         if self.folder.is_local():
             return call()
         with naming_hub_input(self.folder, missing=False):
-            return retrying(call, self.folder.path)
+            return retrying.READING.run(call, self.folder.path)
 
     def sample(self, index: int) -> str:
         """A value that changes with the file's content; empty if the file system tells none, or if it is gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.testing import FakeServer
+from tests.bench.ranks import make, measure
 from tests.commands import Command
 from tests.jobs import documents, runner, writer
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -81,3 +83,19 @@ def test_a_resume_and_its_end_read_the_commits_of_a_rank_three_times(
         said = command("run", "job.yaml")
     assert "10 of 10 documents" in said
     assert read == {"00000": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.real_process
+def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(tmp_path: Path) -> None:
+    """Four chunks each, of the 83 in docs/scale.md. Quadratic work would take a hundred times as long."""
+    costs = {}
+    for ranks in (1_000, 10_000):
+        (folder := tmp_path / str(ranks)).mkdir()
+        make(folder, ranks, 4)
+        costs[ranks] = {tool: measure(folder, tool, ranks) for tool in ("status", "status --json", "run")}
+        shutil.rmtree(folder)
+    for tool, memory in (("status", 80), ("status --json", 150), ("run", 180)):
+        assert costs[10_000][tool].memory < memory, costs
+        assert costs[10_000][tool].cpu < 25 * costs[1_000][tool].cpu, costs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import json
 import random
+import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -15,15 +17,14 @@ import pytest
 from datatrove.io import get_datafolder
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.errors import ConfigError, OutputFailed
-from datatrove_ckpt.output import hub_errors
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_errors import Patience, advised_seconds, hub_failure, is_final, waiting_text
+from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
 from datatrove_ckpt.preflight import hub_limits
 from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.remote_errors import FileSystemFailed
+from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,9 @@ def test_a_writers_folder_is_recognised() -> None:
 
 
 # What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
+
+
+FOLDER = HubFolder("dataset", "org/name")
 
 
 def answer(status: int, text: str = "", url: str = "https://hub/api/x", **headers: str) -> OSError:
@@ -103,49 +107,54 @@ def test_a_date_is_advice_too() -> None:
     ],
 )
 def test_what_no_retry_can_help_is_known(error: OSError, final: bool) -> None:
-    assert is_final(error) is final
+    assert HUB.passes(error) is not final
 
 
-def test_waiting_that_the_hub_asked_for_costs_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     now = [1000.0]
-    monkeypatch.setattr(hub_errors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    patience = Patience()
+    attempts = Attempts(replace(HUB, clock=lambda: now[0]))
     for _ in range(20):
-        seconds = patience.seconds("a commit", answer(429, Retry_After="3600"))
+        seconds = attempts.failed("a commit", answer(429, Retry_After="3600"))
         assert 3600 <= seconds <= 3600 * 1.1 + 1
         now[0] += seconds
-    now[0] += hub_errors.PATIENCE_SECONDS - 10
-    assert patience.seconds("a commit", answer(503)) <= hub_errors._LONGEST_SECONDS
+    now[0] += HUB.patience - 10
+    assert attempts.failed("a commit", answer(503)) <= HUB.longest
     now[0] += 20
-    with pytest.raises(OutputFailed, match=r"a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT"):
-        patience.seconds("a commit", answer(503))
-    patience.succeeded()
-    assert patience.seconds("a commit", answer(503)) <= 1
+    with pytest.raises(FileSystemFailed) as raised:
+        attempts.failed("a commit", answer(503))
+    said = str(given_up(FOLDER, "a commit", raised.value))
+    assert re.match(r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
+    attempts.succeeded()
+    assert attempts.failed("a commit", answer(503)) <= 1
 
 
 def test_a_storage_that_goes_on_refusing_is_final() -> None:
-    patience, refused = Patience(), answer(403, url="https://storage/bucket/abc")
-    for _ in range(hub_errors._STORAGE_ATTEMPTS):
-        patience.seconds("an upload", refused)
-    with pytest.raises(OutputFailed, match="The token may not write there"):
-        patience.seconds("an upload", refused)
+    attempts, refused = Attempts(HUB), answer(403, url="https://storage/bucket/abc")
+    for _ in range(5):
+        attempts.failed("an upload", refused)
+    with pytest.raises(FileSystemFailed):
+        attempts.failed("an upload", refused)
+    assert "The token may not write to org/name" in str(given_up(FOLDER, "an upload", refused))
 
 
 def test_ranks_that_were_refused_together_do_not_return_together() -> None:
-    waits = {Patience().seconds("a commit", answer(412)) for _ in range(20)}
-    waits |= {Patience().seconds("a commit", answer(429, Retry_After="60")) for _ in range(20)}
+    waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
+    waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
     assert len(waits) == 40
 
 
-def test_messages_show_no_signatures_and_say_what_comes_next() -> None:
+def test_messages_show_no_signatures_and_say_what_comes_next(log: list[str]) -> None:
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
-    assert "secret" not in hub_failure(error)
-    assert "https://storage/abc?***" in hub_failure(error)
-    assert waiting_text(answer(412), 2.0) == (
-        "another process committed at the same moment (HTTP 412). Next attempt in 2 s."
+    assert "secret" not in failure_line(error)
+    assert "https://storage/abc?***" in failure_line(error)
+    policy = replace(HUB, jitter=0.0, spread=0.0)
+    Attempts(policy, hub_failure).failed("a commit", answer(412))
+    assert log[0] == (
+        "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "
+        "most.\n"
     )
-    said = waiting_text(answer(429, Retry_After="3600"), 3600.0)
-    assert said.endswith("Next attempt in 1 h, as the hub advises; generation goes on.")
+    Attempts(policy, hub_failure, GENERATION_GOES_ON).failed("a commit", answer(429, Retry_After="3600"))
+    assert log[1].endswith("Next attempt in 1 h, as the server advises; generation goes on.\n")
 
 
 # How often the ranks of a job commit to one repository ---------------------------------------------------------------

@@ -34,7 +34,7 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.removal import remove_output
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.dealing import deal

@@ -113,7 +113,7 @@ class Limits:
 
 @dataclass(slots=True)
 class RankLedger:
-    """One rank. Only ``root``, ``number`` and ``folder`` are known of what is not read, and of a damaged one.
+    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be read.
 
     Attributes:
         run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner, and the number of reshards.
@@ -332,8 +332,8 @@ def read_rank(
     rank = RankLedger(root, number, folder)
     try:
         _read(rank, want, limits, read)
-    except CheckpointError as error:
-        rank.damage = error
+    except CheckpointError as error:  # what was read before proves nothing
+        return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
 

@@ -18,6 +18,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Chunk, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN = 5
@@ -42,7 +43,7 @@ def migrate(arguments: argparse.Namespace) -> int:
     except CkptError as error:
         return fail(error, 1)
     except OSError as error:
-        if (explained := explain(error, executor)) is None:
+        if (explained := explain(error, RunPlan.of(executor))) is None:
             raise
         return fail(explained, 1)
     if arguments.json:

@@ -55,6 +55,7 @@ from datatrove_ckpt.checkpoint.layout import (
     check_files,
     is_journal,
     journal_indices,
+    journal_name,
     journal_path,
     last_chunk_of,
     rank_folder,
@@ -369,7 +370,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     rank.is_finished = is_finished
     names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
     if not is_finished or rank.sums.at is None:
-        names += [COMMITS, *map(_journal_name, found.journals)]
+        names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
     if Want.LETTERS in want and limits is not None and rank.sums.counts.dead:
         rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), limits.letters)
@@ -431,10 +432,6 @@ class _Listing:
         return found
 
 
-def _journal_name(chunk_index: int) -> str:
-    return journal_path(Path(), chunk_index).name
-
-
 def _read_run(path: str, want: Want) -> Json:
     if Want.SETTINGS in want:
         return read_run(Path(path))
@@ -455,16 +452,16 @@ def _read_journals(
         CheckpointCorrupt: one is damaged.
     """
     if limits is not None and rank.history.last is not None and found.journals:
-        too_large = found.size(*map(_journal_name, found.journals)) > limits.journals
+        too_large = found.size(*map(journal_name, found.journals)) > limits.journals
         if too_large or rank.has_said_its_end:
             return None
     counted = {}
     for index in found.journals:
-        path = journal_path(rank.folder, index)
+        path = found.path(journal_name(index))
         counts = None if Want.COMMITS in want else sum_journal(path)
         if counts is None:
             counts, ordinals[index] = DocumentCounts(), {}
-            for _, one in read_finished(path, ordinals[index]):
+            for _, one in read_finished(Path(path), ordinals[index]):
                 if one is not None:
                     counts.count(one.outcome, *one.numbers)
         counted[index] = counts
@@ -496,7 +493,7 @@ def check_readable(rank: RankLedger) -> None:
     if rank.damage is None or not rank.folder.is_dir():
         return
     with suppress(CheckpointCorrupt):
-        for name in (RUN, COMMITS, HISTORY, *map(_journal_name, journal_indices(rank.folder))):
+        for name in (RUN, COMMITS, HISTORY, *map(journal_name, journal_indices(rank.folder))):
             with suppress(FileNotFoundError):
                 os.close(os.open(rank.folder / name, os.O_RDONLY | os.O_NONBLOCK))
 

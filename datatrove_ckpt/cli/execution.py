@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -33,9 +34,6 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.run_state import RunState
-from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
@@ -316,8 +314,10 @@ def _end_children() -> None:
 def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked."""
     root = runner.step.checkpoints_root
-    state = read_run_state(Place(str(root), root, str(root)))
-    counts = _counts(state, root)
+    job = checked.jobs[root]
+    if not job.ranks:
+        find_ranks(root)  # raises, and says why
+    counts = _counts(job, root)
     skipped = SkippedLines()
     for rank in rank_numbers(root):
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)
@@ -331,9 +331,9 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
-    work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
+    work = f"{skipped}{counts.odd_answers}{_attempts(job)}"
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(state.together.files, 'file')} in "
+        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
@@ -341,15 +341,13 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     )
 
 
-def _counts(state: RunState, root: Path) -> DocumentCounts:
+def _counts(job: JobSums, root: Path) -> DocumentCounts:
     """The documents by outcome, of all ranks and their retries.
 
     Raises:
-        CheckpointCorrupt: a rank is damaged, or the commits contradict each other.
+        CheckpointCorrupt: the commits contradict each other.
     """
-    if damaged := [rank for rank in state.troubled if rank.state == "damaged"]:
-        raise CheckpointCorrupt(damaged[0].reason)
-    counts = state.together.counts
+    counts = job.counts
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
             f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
@@ -359,30 +357,31 @@ def _counts(state: RunState, root: Path) -> DocumentCounts:
     return counts
 
 
-def _attempts(state: RunState) -> str:
+def _attempts(job: JobSums) -> str:
     """What all attempts sent, as a sentence with a space before it; empty if every rank had one, without a repetition.
 
     A history does not hold the last minute of an attempt that was killed.
     """
-    totals, ranks = state.together, len(state.ranks) + len(state.retries)
-    sent, attempts = totals.work, max(ranks, totals.attempts)
+    sent, ranks = job.work, job.ranks + job.retries
+    attempts = max(ranks, job.attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
     at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
     were = "was" if sent.sent == 1 else "were"
     said = (
-        f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
+        f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
         f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
-    unused = sent.completion_tokens - totals.counts.completion_tokens
+    unused = sent.completion_tokens - job.counts.completion_tokens
     return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
 
 
 def _checked(checked: Checked) -> str:
     """A sentence with a space before it; empty if nothing could be compared here."""
     parts = []
-    if checked.files is not None:
-        parts.append(f"{plural(checked.files, 'output file')} by name and size")
+    if checked.jobs:
+        files = sum(job.files for job in checked.jobs.values())
+        parts.append(f"{plural(files, 'output file')} by name and size")
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
     return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""

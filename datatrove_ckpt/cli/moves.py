@@ -19,30 +19,31 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural
-from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.findings import Problem
 from datatrove_ckpt.maintenance.fork import (
     Fork,
+    Source,
     built,
     check_mirror,
     check_source,
     check_target,
     is_made,
     put_in_place,
+    real_place,
     upload,
 )
-from datatrove_ckpt.maintenance.fork_source import Source, real_place
-from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
-from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of
+from datatrove_ckpt.maintenance.verify import Problem
+from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
+from datatrove_ckpt.maintenance.where import upload as upload_ranks
 from datatrove_ckpt.preflight.reshard.run import Resharded
 from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
@@ -58,7 +59,7 @@ def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
         if not place.is_copy:
             yield place
             return
-        with repair_mirror.restored(place) as copy:
+        with restored(place) as copy:
             yield copy
 
 
@@ -88,7 +89,7 @@ def relocate(arguments: argparse.Namespace) -> int:
             return 0
         carry_out(plan)
         if place.is_copy:  # a process that still works on these ranks stops when it sees the new owner
-            repair_mirror.upload(place, plan.ranks)
+            upload_ranks(place, plan.ranks)
     where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
     say(
         f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
@@ -200,7 +201,7 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
 def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     source = place.what if place.is_copy else str(place.folder.absolute())
     check_source(place.folder)
-    run = Source.read(place.folder, find_ranks(place.folder))
+    run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)

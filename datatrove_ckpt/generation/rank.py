@@ -16,7 +16,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.formatting import plural, plural_is

@@ -221,7 +221,7 @@ def test_help_and_status_start_without_datatrove(tmp_path: Path) -> None:
 
 _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow", "wandb"),
-    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.manager")),
+    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")),
     *(f"datatrove_ckpt.{name}" for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")),
 }
 _OF_A_FILE = {"jsonargparse", "datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}

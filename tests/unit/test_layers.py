@@ -37,7 +37,7 @@ ROOMS = {
     "runner": "redaction process generation",
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
-    " output readers generation runner maintenance",
+    " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",
     "testing": "errors checkpoint mirror",

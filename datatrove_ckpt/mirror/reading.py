@@ -114,11 +114,11 @@ class MirrorReader:
             (folder / layout.LOCK).touch()
 
 
-def unreadable(url: str, error: Exception) -> StorageFailed:
-    """The error for a mirror that cannot be read by a command that only reads."""
+def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
+    """The error for a mirror that cannot be read. ``advice``: more of it, with a space before it."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
-        "command again."
+        f"command again.{advice}"
     )
 
 

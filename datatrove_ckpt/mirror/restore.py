@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
@@ -49,7 +49,10 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.retrying import failure_line
+
+_WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
@@ -66,7 +69,7 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
         try:
             names = ObjectStore(url).names()
         except OSError as error:
-            raise _unreadable(url, error) from error
+            raise unreadable(url, error, _WITHOUT) from error
         for name in names:
             if retry_number(name) is not None:
                 restore(f"{url}/{name}/{folder}", root / name / folder)
@@ -93,7 +96,7 @@ def restore(url: str, folder: Path) -> None:
         manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
     except OSError as error:
         if owner is None:
-            raise _unreadable(url, error) from error
+            raise unreadable(url, error, _WITHOUT) from error
         logger.warning(f"Could not read the mirror {url} ({failure_line(error)}). Continuing with {folder} as it is.")
         return
     if manifests_lost:
@@ -107,7 +110,7 @@ def restore(url: str, folder: Path) -> None:
             return
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
-        raise _unreadable(url, error) from error
+        raise unreadable(url, error, _WITHOUT) from error
 
 
 def _look_at_seal(mirrored: Versions, version: Version) -> None:
@@ -122,13 +125,6 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         return
     except CheckpointCorrupt as error:
         logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
-
-
-def _unreadable(url: str, error: Exception) -> StorageFailed:
-    return StorageFailed(
-        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
-        "command again. To start without what the mirror holds, remove the setting checkpoints_remote_dir."
-    )
 
 
 def _read_owner(folder: Path) -> OwnerJson | None:

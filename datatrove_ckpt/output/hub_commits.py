@@ -241,16 +241,8 @@ class HubUploads:
                 f"{it} from the folder, and run the same command again."
             )
 
-    def look_up(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Returns those of the files that exist at the branch's newest commit, which a branch's name may lag behind.
-
-        Raises:
-            OutputFailed: the hub cannot be asked.
-        """
-        return self.looked("cannot be listed", lambda: self._newest(names))
-
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist in the branch's newest commit."""
+        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
@@ -306,7 +298,7 @@ class HubUploads:
             if not left:
                 break
             self._calls.sleep(seconds)
-            shown |= self.look_up(list(left))
+            shown |= self.looked("cannot be listed", partial(self._newest, list(left)))
             left = {
                 name: file
                 for name, file in left.items()

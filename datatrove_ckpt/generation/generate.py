@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -55,7 +55,7 @@ class RankContext(Protocol):
 
     config: InferenceConfig
     checkpoint: Checkpoint
-    observer: Progress
+    observer: RankReporter
     client: asyncio.Future[CompletionClient]
     drain: Drain
     shutdown: Shutdown

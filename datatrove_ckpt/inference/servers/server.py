@@ -216,15 +216,12 @@ class InferenceServer:
         log = await asyncio.to_thread(self._open_log)
         self._on_launch()
         try:
-            # First the record: this process may be killed at any moment.
-            self._record = await asyncio.to_thread(ServerRecord.create, self.name)
             began = time.monotonic()
             self._process, self.started_by = self._spawn(log), self.rank
             if time.monotonic() - began > (limit := self.config.server_start_timeout_sec):
                 text = f"No process was created within server_start_timeout_sec={limit}."
                 raise _StartAttemptFailed(text, None)
-            if self._record is not None:
-                self._record = await asyncio.to_thread(self._record.launched, self._process.pid, log)
+            self._record = await asyncio.to_thread(ServerRecord.create, self.name, self._process.pid, log)
         finally:
             os.close(log)
 
@@ -245,8 +242,6 @@ class InferenceServer:
         ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
-        if self._record is not None:
-            ours[node.VARIABLE] = self._record.nonce
         return ours
 
     def _open_log(self) -> int:
@@ -331,14 +326,14 @@ class InferenceServer:
         self.request_stop()
         # Cancelled here, it waits in the next call.
         if (process := self._process) is not None and await process.wait_until_stopped() < 0:
-            await asyncio.to_thread(self._kill_processes, process)
+            await asyncio.to_thread(self._kill_processes)
         self._forget()
 
     def stop_blocking(self) -> None:
         """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
         self.request_stop()
         if (process := self._process) is not None and process.wait_until_stopped_blocking() < 0:
-            self._kill_processes(process)
+            self._kill_processes()
         self._forget()
 
     def request_stop(self) -> None:
@@ -346,9 +341,8 @@ class InferenceServer:
         if self._process is not None:
             self._process.request_stop()
 
-    def _kill_processes(self, guarded: GuardedProcess) -> None:
+    def _kill_processes(self) -> None:
         """The guardian itself was killed (it reports its server's signal n as 128 + n): do its work."""
-        guardian.kill_session(guarded.pid)
         if self._record is not None:
             self._record.kill_processes()
 

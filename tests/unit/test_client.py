@@ -15,7 +15,6 @@ from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 
@@ -28,7 +27,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import over_aiohttp, plain, transport
+from datatrove_ckpt.inference.client import plain, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -642,13 +641,6 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
         assert "hush" not in str(caught.value)
         assert "/v1/chat/completions" in str(caught.value)
         assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
-
-
-def test_of_an_error_all_but_the_url_is_shown() -> None:
-    shown, url = over_aiohttp.redacted_error, "http://host/?code=hush"
-    assert shown(aiohttp.ConnectionTimeoutError(f"Connection timeout to host {url}")) == ""
-    assert shown(aiohttp.ClientOSError(32, f"Can not write request body for {url}")) == "Broken pipe"
-    assert shown(OSError(5, "a broken cable")) == "[Errno 5] a broken cable"
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:

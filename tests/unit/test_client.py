@@ -274,12 +274,6 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     orjson.dumps(result.usage)
 
 
-async def test_a_stop_string_of_the_request_is_an_end() -> None:
-    reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
-    async with talking(reply) as (_, client, _):
-        assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
@@ -316,7 +310,6 @@ UNFINISHED = {
     **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
     "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
     "an error in the choice": answer(http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))),
-    "stop_reason abort": answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish'))),
     "object error": answer(http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])),
     "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
     "status 202": answer(http(202, chat())),

@@ -16,11 +16,12 @@ import orjson
 
 from datatrove_ckpt import retrying
 
-_ABORTED = ("abort", "aborted", "canceled", "cancelled")
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
 _UNFINISHED = frozenset(
-    (*_ABORTED, *"error failed in_progress incomplete interrupted none null timeout unknown".split())  # noqa: SIM905
+    """
+    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null timeout unknown
+    """.split()  # noqa: SIM905
 )
 # ``str | list`` would make a new object for each answer.
 _CONTENT, _REASON = (str, list), (str, type(None))
@@ -100,12 +101,11 @@ class RetryableError(Exception):
         return self.status in retrying.BUSY
 
 
-def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
+def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/chat/completions.
 
     Args:
         redact: hides secrets in what an error message quotes.
-        body: the request, whose ``stop`` may hold any word.
 
     Raises:
         RetryableError: it is no finished completion.
@@ -118,10 +118,10 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
         content, reasoning = _joined(content), _joined(reasoning)
-    return _completion(content, choice, usage, reasoning, body)
+    return _completion(content, choice, usage, reasoning)
 
 
-def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
+def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
@@ -130,17 +130,13 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes
     choice, usage = _first_choice(raw, redact)
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
-    return _completion(choice["text"] or "", choice, usage, "", body)
+    return _completion(choice["text"] or "", choice, usage, "")
 
 
-def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object, body: bytes) -> Completion:
+def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
-    word = choice.get("stop_reason")
-    # vLLM gives there the stop string that ended the text. Inside a text of the request, quotes would be escaped.
-    if isinstance(word, str) and word.strip().lower() in _ABORTED and json.dumps(word).encode() not in body:
-        raise RetryableError(f"the answer is not finished (stop_reason {word!r})")
     if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:

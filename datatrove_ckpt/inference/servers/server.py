@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -147,7 +146,6 @@ class InferenceServer:
             await self.kill()
             return False
         logger.info(f"Rank {rank} takes over {which} {whose}.")
-        await asyncio.to_thread(self._log_line, f"Rank {rank} takes over this server from here on.")
         return True
 
     async def _lasting_problem(self) -> str | None:
@@ -167,12 +165,6 @@ class InferenceServer:
         if not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
             return "does not answer"
         return await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
-
-    def _log_line(self, line: str) -> None:
-        """Adds a line of ours to the server's log, so that what follows can be told apart."""
-        assert self._log_path is not None
-        with suppress(OSError), self._log_path.open("a") as log:
-            log.write(f"=== datatrove-ckpt: {line} ===\n")
 
     async def start(self) -> None:
         attempts, attempt = 1 + self.config.server_start_max_retries, 1

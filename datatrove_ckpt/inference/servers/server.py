@@ -156,15 +156,10 @@ class InferenceServer:
                 return "has ended"
             if number:
                 await asyncio.sleep(retrying.RELAUNCH.first)
-            problem = await self._probe()
+            problem = await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
             if problem is None:
                 break
         return problem
-
-    async def _probe(self) -> str | None:
-        if not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
-            return "does not answer"
-        return await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
 
     async def start(self) -> None:
         attempts, attempt = 1 + self.config.server_start_max_retries, 1

@@ -303,27 +303,22 @@ class InferenceServer:
 
     async def stop(self) -> None:
         self.request_stop()
-        # Cancelled here, it waits in the next call.
-        if (process := self._process) is not None and await process.wait_until_stopped() < 0:
-            await asyncio.to_thread(self._kill_processes)
-        self._forget()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.wait_until_stopped)  # cancelled here, it waits in the next call
+        self.stop_blocking()
 
     def stop_blocking(self) -> None:
         """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
         self.request_stop()
-        if (process := self._process) is not None and process.wait_until_stopped_blocking() < 0:
-            self._kill_processes()
+        if self._process is not None and self._process.wait_until_stopped() < 0 and self._record is not None:
+            # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
+            self._record.kill_processes()
         self._forget()
 
     def request_stop(self) -> None:
         """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
-
-    def _kill_processes(self) -> None:
-        """The guardian itself was killed (it reports its server's signal n as 128 + n): do its work."""
-        if self._record is not None:
-            self._record.kill_processes()
 
     def _forget(self) -> None:
         self._process = None
@@ -467,17 +462,8 @@ class GuardedProcess:
                 os.write(self._lifeline, guardian.KILL_NOW)
         self._close_lifeline()
 
-    async def wait_until_stopped(self) -> int:
-        """The exit code. Only after one of the two requests."""
-        try:
-            async with asyncio.timeout(self._stop_timeout + _GUARDIAN_MARGIN):
-                return await self.wait()
-        except TimeoutError:
-            self._process.kill()
-            return await self.wait()
-
-    def wait_until_stopped_blocking(self) -> int:
-        """The same without an event loop."""
+    def wait_until_stopped(self) -> int:
+        """The exit code. Only after one of the two requests. Blocks."""
         try:
             return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
         except subprocess.TimeoutExpired:

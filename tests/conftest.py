@@ -255,7 +255,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)
         return known[key][2]
 
-    monkeypatch.setattr("datatrove_ckpt.generation.script_names.code_identity", code_identity)
+    monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
 
 
 @pytest.fixture

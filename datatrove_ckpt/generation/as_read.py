@@ -109,7 +109,7 @@ class _Description:
         except Exception:  # a damaged image, a closed decoder: the rollout may not even look at it
             return _named(value)
 
-    def _facts(self, value: Any) -> str:
+    def _facts(self, value: object) -> str:
         if (image := _loaded("PIL.Image")) and isinstance(value, image.Image):
             return self._image(value)
         if (torch := _loaded("torch")) and isinstance(value, torch.Tensor):

@@ -1,7 +1,4 @@
-"""A step whose code travels: what a pickle and a copy of an ``InferenceRunner`` hold besides its settings.
-
-That is a description of the user's code as it was where the step was made, and what a function of the script needs of
-its module.
+"""What a function of the script needs of its module, for a pickle that another program loads.
 
 dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
 function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
@@ -31,19 +28,15 @@ import threading
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from loguru import logger
-from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.code_values import cells
-from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.run_identity import CodeIdentity
 from datatrove_ckpt.generation.syntax import loaded_names
-from datatrove_ckpt.redaction import Veil, Veiled, environment_secrets, is_surely_secret
+from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
 _collecting = threading.local()
 
@@ -60,87 +53,6 @@ class ScriptNames(NamedTuple):
     file: str | None
     values: dict[str, Any]
     left: dict[str, str]
-
-
-class CarriesCode(Step):
-    """Describes the user's code where the step is made, and takes the description along."""
-
-    _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, _for_process)
-
-    def _note_code(self) -> None:
-        self._code_when_made = code_identity(self.rollout_fn, self.shared_context, output_writer=self.output_writer)
-        made = self._code_when_made.made
-        if made is not None and made.left and self.checkpoints_local_dir is not None:
-            logger.warning(
-                f"rollout_fn: a resume does not notice when these change: {'; '.join(made.left)}. They differ at each "
-                "start or machine, or cannot be known."
-            )
-
-    def code(self) -> CodeIdentity:
-        """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
-        return code_identity(self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: also the code as this process describes it, and the names of the script that it uses.
-
-        Raises:
-            ConfigError: a file would hold a secret.
-        """
-        state = {**self.__dict__, "_code_when_made": self.code()}
-        if not carries():
-            return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (names := collect(self.rollout_fn, self.shared_context, adapter)) is not None:
-            state["_script_names"] = names
-        _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names = state.pop("_script_names", None)
-        self.__dict__.update(state)
-        if names is not None:
-            restore(names)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Without what only a pickle needs: modules among the names of the script cannot be copied."""
-        from datatrove.executor import SlurmPipelineExecutor
-
-        if any(isinstance(outer, SlurmPipelineExecutor) for outer in memo.values()):
-            self._check_submission()
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(deepcopy(self.__dict__, memo))
-        return copied
-
-    def _check_submission(self) -> None:
-        """datatrove copies a Slurm executor, and then opens ``executor.pik``: a refusal must come before that."""
-        names: ScriptNames | None = self.__getstate__().get("_script_names")
-        if names is not None:
-            say_left(names)
-        say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()))
-
-
-def _for_process(step: CarriesCode) -> Any:
-    """How a step is pickled for a worker process: through a pipe, with nothing that the process has already."""
-    with nothing_carried():
-        return step.__reduce_ex__(2)
-
-
-def _refuse_secrets(state: dict[str, Any]) -> None:
-    try:
-        with nothing_carried():
-            places = secrets_in("the step", state)
-    except Exception:  # the pickle itself says why it cannot be made
-        return
-    if places:
-        raise ConfigError(
-            f"rollout_fn, shared_context or config: what is pickled with the job holds what looks like a secret: "
-            f"{', '.join(places)}. It would be in a file that others may read, so nothing was written. Leave it out, "
-            "and let the rollout read it where the task runs, from an environment variable, for example."
-        )
 
 
 def collect(*things: Any) -> ScriptNames | None:

@@ -45,6 +45,7 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.formats import Format, Jsonl, format_of
+from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -176,11 +177,11 @@ class Theirs:
 # input ---------------------------------------------------------------------------------------------------------------
 
 
-async def _documents(executor: Any, runner: int, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
+async def _documents(runner: RunnerPlan, rank: int, writes: bool) -> AsyncGenerator[SourceDocument, None]:
     """The documents of a rank, as the runner would get them."""
-    step: InferenceRunner = executor.pipeline[runner]
+    step = runner.step
     revisions = Revisions(step.checkpoints_root) if writes else None
-    documents, size = _read(executor, runner, rank), step.records_per_chunk
+    documents, size = _read(runner, rank), step.records_per_chunk
     source = DocumentSource(documents, seek=step.seek, revisions=revisions, records_per_chunk=size)
     try:
         async for batch in source.batches(ResumePoint()):
@@ -190,14 +191,14 @@ async def _documents(executor: Any, runner: int, rank: int, writes: bool) -> Asy
         source.close()
 
 
-def _read(executor: Any, runner: int, rank: int) -> Any:
+def _read(runner: RunnerPlan, rank: int) -> Any:
     """Connects the steps as datatrove's executors do. They write nothing."""
     documents: Any = None
-    for step in deepcopy([one for one in executor.pipeline[:runner] if not isinstance(one, DiskWriter)]):
+    for step in deepcopy([one for one in runner.before if not isinstance(one, DiskWriter)]):
         if getattr(step, "exclusion_writer", None) is not None:
             step.exclusion_writer = None
         if callable(step):
-            documents = step(documents, rank, executor.world_size)
+            documents = step(documents, rank, runner.tasks)
         elif isinstance(step, Sequence) and not isinstance(step, str):
             documents = step if documents is None else chain(documents, step)
     return documents if documents is not None else []
@@ -427,12 +428,11 @@ def _count(counts: DocumentCounts, row: _Row | None) -> None:
         counts.count("dropped" if row.dropped else "written", *row.work)
 
 
-async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: Path | None) -> None:
+async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | None) -> None:
     """Adds the chunks of a rank, up to the last one of which there is anything.
 
     Args:
-        executor: datatrove's or ours.
-        runner: its index in the pipeline.
+        runner: of the run that goes on.
         folder: where the journals of unfinished chunks are written; None: nothing is written, not even the commits of
             datasets that are read.
 
@@ -456,7 +456,7 @@ async def judge(rank: Rank, theirs: Theirs, executor: Any, runner: int, folder: 
             rows.update(all=current.kept.total, known=current.kept.total - current.kept.left)
 
     ordinal = 0
-    documents = _documents(executor, runner, rank.rank, writes=folder is not None)
+    documents = _documents(runner, rank.rank, writes=folder is not None)
     async for source in documents:
         index, place = divmod(ordinal, size)
         if place == 0:

@@ -21,9 +21,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from glob import iglob
 from pathlib import Path
-from typing import Any
 
 import orjson
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import get_datafolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -45,9 +45,9 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptErro
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
+from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.preflight.migrated_rank import Rank, Theirs, build, judge
-from datatrove_ckpt.preflight.reshard.output import remove_output
-from datatrove_ckpt.runner import InferenceRunner
+from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _YOUNG_SECONDS = 600.0
 _NEW = "new"
@@ -80,24 +80,24 @@ class Migration:
 
     def __init__(
         self,
-        executor: Any,
+        executor: PipelineExecutor,
         folder: Path,
         logging_dir: str | None = None,
         lacking_are_dropped: bool = False,
         any_text: bool = False,
         dry_run: bool = False,
     ) -> None:
-        found = [index for index, step in enumerate(executor.pipeline) if isinstance(step, InferenceRunner)]
-        if len(found) != 1 or executor.pipeline[found[0]].checkpoints_local_dir is None:
+        plan = RunPlan.of(executor)
+        found = plan.runners
+        if len(found) != 1 or found[0].step.checkpoints_local_dir is None:
             raise ConfigError(
                 f"migrate: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
                 "checkpoints_local_dir, which goes on with the run of datatrove's."
             )
-        self._executor, self._folder, self._dry_run = executor, folder, dry_run
-        self._logs = executor.logging_dir if logging_dir is None else get_datafolder(logging_dir)
+        self._runner, self._folder, self._dry_run = found[0], folder, dry_run
+        self._logs = plan.logging_dir if logging_dir is None else get_datafolder(logging_dir)
         self._lacking_are_dropped, self._any_text = lacking_are_dropped, any_text
-        self._index = found[0]
-        self._step: InferenceRunner = executor.pipeline[self._index]
+        self._step = found[0].step
         self._root = self._step.checkpoints_root.absolute()
         self._aside = self._root / FROM_DATATROVE
         # Then datatrove's folder becomes ours, and what an earlier call has moved aside belongs to it.
@@ -137,7 +137,7 @@ class Migration:
 
     def _find(self) -> tuple[Findings, list[tuple[Rank, Theirs, RunClaim]]]:
         """Finds out what there is of all ranks, before anything is changed."""
-        tasks, theirs = self._executor.world_size, self._theirs()
+        tasks, theirs = self._runner.tasks, self._theirs()
         if max(theirs) >= tasks:
             raise CheckpointMismatch(
                 f"tasks: {tasks}, but {self._folder} holds rank {max(theirs)}: datatrove's run had more. Set "
@@ -156,7 +156,7 @@ class Migration:
             else:
                 claim = None if self._dry_run else self._claim(number)
                 folder = None if self._dry_run else self._new(number)
-                asyncio.run(judge(rank, one, self._executor, self._index, folder))
+                asyncio.run(judge(rank, one, self._runner, folder))
                 committed = {name for chunk in rank.chunks if chunk.finished for name in chunk.files}
                 rank.aside = [name for names in one.outputs.values() for name in names if name not in committed]
                 if claim is not None:
@@ -254,7 +254,7 @@ class Migration:
         """A claim on a new folder. What an interrupted call has left there is removed."""
         files.disk.remove_tree(self._new(rank))
         files.disk.make_dirs(self._new(rank), files.PRIVATE_FOLDER)
-        return RunClaim(self._new(rank), self._step.identity(self._executor.world_size))
+        return RunClaim(self._new(rank), self._runner.identity)
 
     def _take_over(self, rank: Rank, theirs: Theirs, claim: RunClaim) -> None:
         folder, aside, new = rank_folder(self._root, rank.rank), self._aside, self._new(rank.rank)
@@ -332,4 +332,4 @@ def _set_aside(writer: DiskWriter, names: Sequence[str], folder: Path) -> None:
         files.disk.sync(new)
         files.disk.rename(new, target)
         files.disk.sync_dir(target.parent)
-    remove_output(writer, names)
+    remove_output(writer.output_folder, names)

@@ -22,7 +22,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
-from datatrove_ckpt.generation import drain, stop
+from datatrove_ckpt.generation import generate, scheduler
 from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History
@@ -366,8 +366,8 @@ def stops(last: int, ready: Callable[[], bool]) -> Any:
 def test_a_drain_commits_what_is_uploaded(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
     step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):
@@ -383,8 +383,8 @@ def test_a_drain_commits_what_is_uploaded(
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 

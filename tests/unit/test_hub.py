@@ -21,8 +21,8 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.preflight import hub_limits
-from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
+from datatrove_ckpt.preflight import doctor
+from datatrove_ckpt.preflight.doctor import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
@@ -237,7 +237,7 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
 
 
 def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
-    few, many = (check_commits("output", at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
+    few, many = (check_commits(at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
     assert (few.state, many.state) == ("ok", "ok")
     assert few.message == (
         "about 48 per hour: 3 tasks at once, a commit of each at least every 5 min (hub_commit_seconds). All together "
@@ -248,26 +248,24 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(
-        hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-    )
+    monkeypatch.setattr(doctor, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1)))
 
 
 @pytest.mark.parametrize(("free", "state"), [(100 << 30, "ok"), (1 << 20, "warning")])
 def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, state: str) -> None:
     with_free(monkeypatch, free)
     sample = Sample(number=10, mean=2048)
-    check = check_refusals("checkpoints", tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
+    check = check_refusals(tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
     assert check.state == state
     # journal and staged file: document and answer; request cache: answer
     need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
-    assert f"an hour needs up to {hub_limits.byte_size(need)}" in check.message
+    assert f"an hour needs up to {doctor.byte_size(need)}" in check.message
     assert "26 documents per second and task, as given" in check.message
     assert ("It is full after" in check.message) == (state == "warning")
 
 
 def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Path) -> None:
-    check = check_refusals("checkpoints", tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
+    check = check_refusals(tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
     assert check.state == "ok"
     assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
     assert "--documents-per-second" in check.message
@@ -306,6 +304,6 @@ IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk
 def test_numbers_of_files(
     tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
 ) -> None:
-    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
     assert check.state == state
     assert check.message == says if state == "ok" else says in check.message

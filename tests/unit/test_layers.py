@@ -34,13 +34,12 @@ ROOMS = {
     "torch": "errors readers",
     "generation": "errors formatting redaction retrying config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
-    "runner": "errors redaction config rollouts process checkpoint output generation",
+    "runner": "redaction process generation",
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
-    "preflight": "errors formatting retrying config process checkpoint inference.servers"
-    " output readers generation runner maintenance",
+    "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
+    " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction retrying config process checkpoint readers generation runner maintenance"
-    " preflight executor",
+    "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }
 

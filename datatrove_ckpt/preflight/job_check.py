@@ -25,9 +25,7 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
@@ -47,19 +45,19 @@ from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.runner import InferenceRunner
 
 # A restore waits for a remote nearly all the time.
 _MIRROR_THREADS = 16
 
 
-def check_job(executor: Any, dry_run: bool = False, deals_out: bool = False) -> list[str]:
-    """Compares a job with what its folders hold from earlier runs. Starts nothing.
+def check_job(plan: RunPlan, dry_run: bool = False, deals_out: bool = False) -> list[str]:
+    """Compares a job, and those that it depends on, with what its folders hold from earlier runs. Starts nothing.
 
     Args:
-        executor: any datatrove executor. Those that it depends on are checked, too.
         dry_run: remove no marker and restore nothing from a mirror.
         deals_out: for ``reshard``, which gives other tasks what those of an earlier number have left.
 
@@ -70,26 +68,22 @@ def check_job(executor: Any, dry_run: bool = False, deals_out: bool = False) -> 
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
         ConfigError: there is no task, or a step would get no documents.
     """
-    check_step_order(executor.pipeline)
-    if executor.world_size < 1:
-        raise ConfigError(f"{type(executor).__name__}: tasks: must be at least 1; it is {executor.world_size}.")
-    wrong: list[str] = []
-    if (before := getattr(executor, "depends", None)) is not None:
-        wrong += check_job(before, dry_run)
-    for step in executor.pipeline:
-        if not _is_runner(step):
+    check_step_order(plan.pipeline)
+    if plan.tasks < 1:
+        raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
+    wrong = [] if plan.depends is None else check_job(plan.depends, dry_run)
+    for runner in plan.runners:
+        if runner.step.checkpoints_local_dir is None:
+            _check_tasks(plan)
             continue
-        if step.checkpoints_local_dir is None:
-            _check_tasks(executor)
-        else:
-            root = checkpoints_here(executor, step) or Path(step.checkpoints_local_dir)
-            wrong += _check_step(executor, step, root, dry_run, deals_out)
-            if not deals_out:
-                _refuse_left_behind(root, executor.world_size)
+        root = runner.root or Path(runner.step.checkpoints_local_dir)
+        wrong += _check_runner(plan, runner, root, dry_run, deals_out)
+        if not deals_out:
+            _refuse_left_behind(root, plan.tasks)
     return wrong
 
 
-def check_step_order(pipeline: Sequence[Any]) -> None:
+def check_step_order(pipeline: Sequence[object]) -> None:
     """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
 
     The runner passes no documents on. As in datatrove, a step needs documents if ``data``, the first argument of its
@@ -98,13 +92,13 @@ def check_step_order(pipeline: Sequence[Any]) -> None:
     Raises:
         ConfigError: naming the steps.
     """
-    if pipeline and _is_runner(pipeline[0]) and not pipeline[0].retry_dead_letters:
+    if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
             f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it reads any. Put a "
             "reader before it."
         )
     for index, (before, step) in enumerate(pairwise(pipeline)):
-        if _is_runner(before) and isinstance(step, PipelineStep) and _needs_documents(step):
+        if isinstance(before, InferenceRunner) and isinstance(step, PipelineStep) and _needs_documents(step):
             raise ConfigError(
                 f"pipeline[{index + 1}] {type(step).__name__} would get no documents: pipeline[{index}] "
                 f"{type(before).__name__} passes none on, it writes them with its output_writer. Put this step into a "
@@ -113,83 +107,56 @@ def check_step_order(pipeline: Sequence[Any]) -> None:
             )
 
 
-def _is_runner(step: object) -> bool:
-    # Not isinstance of Step: in Python 3.11 that asks for checkpoints_root, which may exist on other nodes only.
-    return hasattr(step, "retry_dead_letters")
-
-
 def _needs_documents(step: PipelineStep) -> bool:
     first = next(iter(signature(step.run).parameters.values()), None)
     return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
 
 
-def checkpoints_here(executor: Any, step: Step) -> Path | None:
-    """``checkpoints_local_dir`` on this machine; None if its variables are set on the nodes of the tasks only.
-
-    Raises:
-        ConfigError: a variable in it is not set, and the tasks run here.
-    """
-    try:
-        return step.checkpoints_root
-    except ConfigError:
-        if isinstance(executor, LocalPipelineExecutor):
-            raise
-        return None
-
-
-def _local_ranks(executor: Any) -> range:
-    """The ranks that this executor runs; the others belong to executors on other machines."""
-    first = getattr(executor, "local_rank_offset", 0)
-    return range(first, first + getattr(executor, "local_tasks", executor.world_size))
-
-
-def _skipped(executor: Any) -> list[int]:
+def _skipped(plan: RunPlan) -> list[int]:
     """The ranks that datatrove will skip, because they have a completion marker."""
-    ranks = _local_ranks(executor)
-    incomplete = set(executor.get_incomplete_ranks(ranks))
-    return [rank for rank in ranks if rank not in incomplete]
+    incomplete = set(plan.incomplete(plan.local_ranks))
+    return [rank for rank in plan.local_ranks if rank not in incomplete]
 
 
-def _check_tasks(executor: Any) -> None:
+def _check_tasks(plan: RunPlan) -> None:
     """Without a checkpoint, the file that datatrove writes at each start has the number of tasks."""
-    if not _skipped(executor) or not executor.logging_dir.isfile("executor.json"):
+    if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
         return
-    with executor.logging_dir.open("executor.json") as file:
+    with plan.logging_dir.open("executor.json") as file:
         tasks = json.load(file).get("world_size")
-    if tasks != executor.world_size:
+    if tasks != plan.tasks:
         raise CheckpointMismatch(
-            f"{executor.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
-            f"  tasks: {tasks} -> {executor.world_size}\n"
+            f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
+            f"  tasks: {tasks} -> {plan.tasks}\n"
             "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
         )
 
 
-def _check_step(executor: Any, step: Step, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
+def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
     refuse_half_resharded(root)
-    skipped = _skipped(executor)
-    if not step.checkpoints_remote_dir:  # from there a rank may get what it lacks
+    skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
+    if not mirror:  # from there a rank may get what it lacks
         refuse_unfitting(root)
-        for rank in _local_ranks(executor):
+        for rank in plan.local_ranks:
             check_not_headless(rank_folder(root, rank))
     with ExitStack() as stack:
         folder = root
         # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
-        if not isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir and not root.exists():
+        if not plan.is_local and mirror and not root.exists():
             folder = Path(stack.enter_context(TemporaryDirectory()))
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
-        if step.checkpoints_remote_dir and missing and dry_run:
+        if mirror and missing and dry_run:
             skipped = [rank for rank in skipped if rank not in missing]
-        elif step.checkpoints_remote_dir and not dry_run:
-            _restore(step.checkpoints_remote_dir, folder, missing, executor.world_size)
-        check = _Check(executor, step, root, folder, skipped)
-        wrong = check.run()
-    refuse_other_number(root, executor.world_size)
-    if not deals_out and not (step.checkpoints_remote_dir and dry_run):
+        elif mirror and not dry_run:
+            _restore(mirror, folder, missing, plan.tasks)
+        wrong = _Check(plan, runner.step, runner.identity, root, folder, skipped).run()
+    refuse_other_number(root, plan.tasks)
+    if not deals_out and not (mirror and dry_run):
         refuse_lost_ranks(root)
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
-            executor.logging_dir.rm(f"completions/{rank:05d}")
+            plan.forget(rank)
     return list(wrong.values())
 
 
@@ -233,23 +200,23 @@ class _Check:
         skipped: the ranks that have a marker.
     """
 
-    executor: Any
-    step: Step
+    plan: RunPlan
+    step: InferenceRunner
+    identity: RunIdentity
     root: Path
     folder: Path
     skipped: list[int]
 
     def run(self) -> dict[int, str]:
         """Returns what is wrong with markers that are to be removed, by rank."""
-        tasks, ranks = self.executor.world_size, _local_ranks(self.executor)
-        identity = self.step.identity(tasks)
-        found = compare_job(self.folder, identity, None if len(ranks) == tasks else ranks, self._counts)
+        identity, ranks = self.identity, self.plan.local_ranks
+        found = compare_job(self.folder, identity, None if len(ranks) == self.plan.tasks else ranks, self._counts)
         if self.step.checkpoints_remote_dir:
             found.join(compare_mirrored_job(self.step.checkpoints_remote_dir, self.folder, identity, self._counts))
         empty = [rank for rank in self.skipped if rank in found.empty]
         self.skipped = [rank for rank in self.skipped if rank not in empty]
         if found.changes:
-            self._refuse(found, identity, len(ranks))
+            self._refuse(found, len(ranks))
         self._refuse_missing()
         wrong = {rank: self._explain(rank, "did nothing yet, and its settings have changed") for rank in empty}
         for rank in self.skipped:
@@ -261,7 +228,7 @@ class _Check:
         """A retry takes dead letters with any settings, but each rank takes its own."""
         return not self.step.retry_dead_letters or change.field == "tasks"
 
-    def _refuse(self, found: JobChanges, identity: RunIdentity, tasks: int) -> None:
+    def _refuse(self, found: JobChanges, tasks: int) -> None:
         """Raises, unless the changes are accepted and there is a task that they can be applied to."""
         kept = [rank for rank in found.ranks if rank in self.skipped]
         finished = (
@@ -272,7 +239,7 @@ class _Check:
             if finished:
                 logger.warning(finished)
             return
-        way_out = way_back(found.changes, identity, may_mix)
+        way_out = way_back(found.changes, self.identity, may_mix)
         if len(self.skipped) == tasks:
             way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
             letters = [rank_folder(self.folder, rank) / DEAD_LETTERS for rank in self.skipped]
@@ -285,7 +252,7 @@ class _Check:
     def _refuse_missing(self) -> None:
         missing = [rank for rank in self.skipped if not (rank_folder(self.folder, rank) / RUN).exists()]
         if missing:
-            markers = self.executor.logging_dir.resolve_paths("completions")
+            markers = self.plan.logging_dir.resolve_paths("completions")
             them = "it" if len(missing) == 1 else "them"
             mirror = self.step.checkpoints_remote_dir
             holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
@@ -298,5 +265,5 @@ class _Check:
             )
 
     def _explain(self, rank: int, why: str) -> str:
-        marker = self.executor.logging_dir.resolve_paths(f"completions/{rank:05d}")
-        return f"Task {rank} is marked as complete ({marker}), but its checkpoint {rank_folder(self.root, rank)} {why}."
+        checkpoint, marker = rank_folder(self.root, rank), self.plan.marker(rank)
+        return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."

@@ -112,10 +112,6 @@ class ServerRecord:
         alive = {(process.pid, process.started) for process in process_table() if not process.zombie}
         return alive.isdisjoint({self.runner, self.guardian})
 
-    def has_processes(self) -> bool:
-        """Whether something is left of the server."""
-        return any(map(self._owns, process_table()))
-
     def _owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
         if process.session != self.guardian[0] or process.zombie:
@@ -147,8 +143,7 @@ def end_leftovers() -> None:
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the server of "
                     f"{record.name}, whose runner was process {record.runner[0]}."
                 )
-            if not record.has_processes():
-                record.remove()
+            record.remove()
 
 
 def _folder() -> Path:

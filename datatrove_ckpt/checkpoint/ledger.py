@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_journal,
 )
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
@@ -351,7 +351,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     found.check()
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
-        check_not_headless(rank.folder)
+        refuse_missing_run_json(rank.folder)
     rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_recent(found.path(HISTORY))

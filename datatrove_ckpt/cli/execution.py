@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
@@ -35,9 +35,9 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, Inp
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
@@ -318,10 +318,7 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     if not job.ranks:
         find_ranks(root)  # raises, and says why
     counts = _counts(job, root)
-    skipped = SkippedLines()
-    for rank in rank_numbers(root):
-        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
-        skipped += record.skipped if record else SkippedLines()
+    skipped = rows_without_document(root)
     if not counts.read and (skipped.damaged or skipped.without_text):
         rows = skipped._replace(files=0, names=())  # every file would be named
         raise InputError(

@@ -21,8 +21,8 @@ from datatrove_ckpt.preflight.requirements import check_codecs
 from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
+from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
-from datatrove_ckpt.readers.sampling import list_input
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0

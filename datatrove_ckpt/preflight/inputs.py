@@ -23,10 +23,9 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
+from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
 from datatrove_ckpt.runner import InferenceRunner

@@ -12,7 +12,6 @@
     compressed.py      compressed files as streams; a damaged one is an error
     no_output/documents.py    explains an input that has rows but no document
     pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
-    arrow_files.py     files of Arrow and Parquet, opened; rows taken out of tables
     permutations.py    shuffled orders
 
 This package may import ``errors``, ``formatting``, ``backoff``, ``redaction``, ``remote_errors`` and ``config``.

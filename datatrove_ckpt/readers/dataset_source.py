@@ -25,10 +25,10 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers.arrow_files import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.retries import retrying
+from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.remote_errors import http_status
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")

@@ -33,10 +33,9 @@ from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import Inputs, list_input, record_reader
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading, State
-from datatrove_ckpt.readers.sampling import list_input, record_reader
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import StepRecord, describe_generator
 

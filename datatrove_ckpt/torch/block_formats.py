@@ -35,11 +35,11 @@ import orjson
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.arrow_files import is_stream, map_or_open, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.rows import Row
+from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.tables import is_stream, map_or_open, opened
 
 if TYPE_CHECKING:
     import pyarrow as pa

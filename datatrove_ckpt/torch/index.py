@@ -14,9 +14,9 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
-from datatrove_ckpt.readers.arrow_files import take_rows
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from datatrove_ckpt.readers.arrow_files import Numbers, take_rows, take_values
-from datatrove_ckpt.readers.rows import Row
+from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.tables import Numbers, take_rows, take_values
 
 if TYPE_CHECKING:
     import pyarrow as pa

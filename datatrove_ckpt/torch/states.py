@@ -15,7 +15,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"

@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_o
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
+from datatrove_ckpt.readers.steps import describe_pipeline, differences
 from datatrove_ckpt.runner import InferenceRunner
 
 _NAMED_FILES = 10
@@ -113,13 +113,8 @@ def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecor
 
 
 def _check_steps(pipeline: Sequence[Any], records: list[tuple[int, ShardRecord]]) -> None:
-    listed, visible = describe_pipeline(pipeline, code_of), [describe_step(step) for step in pipeline]
-    changed: dict[int, list[str]] = {}
-    for rank, record in records:
-        if record.pipeline is not None:
-            changed[rank] = differences(record.pipeline, listed)
-        elif record.steps is not None:
-            changed[rank] = differences(record.steps, visible)
+    listed = describe_pipeline(pipeline, code_of)
+    changed = {rank: differences(record.pipeline, listed) for rank, record in records if record.pipeline is not None}
     ranks = [rank for rank, lines in changed.items() if lines]
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])

@@ -38,7 +38,6 @@ from datatrove_ckpt.readers.steps import plain_settings
 
 _GROUPS = 32
 _NAME_BYTES = 64
-_NAMED = 5
 _TRIED = 500
 _UNEVEN = 0.01
 _SAMPLE = 2**16
@@ -327,9 +326,6 @@ def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
         if _total_hash(old) == before["all"]:
             yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
             return
-    if per_group == 1 and (new := _new_files(entries, groups)):
-        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-        yield f"{', '.join(map(repr, new[:_NAMED]))}{more} {'are' if len(new) > 1 else 'is'} new; "
     first = f"; the first difference is at {entries[low][0]!r}" if groups and low < len(entries) else ""
     yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
     yield f"{sum(size for _, size in entries)} bytes{first}"
@@ -341,19 +337,6 @@ def _groups(before: State) -> tuple[list[int], int]:
     while before["files"] > per_group * _GROUPS:
         per_group *= 2
     return [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)], per_group
-
-
-def _new_files(entries: _Entries, groups: list[int]) -> list[str]:
-    """The files that were not there, if each of those before has a hash of its own. Others may be gone."""
-    new, place = [], 0
-    for name, size in entries:
-        later = range(place, len(groups))
-        found = next((old for old in later if _short_hash(_entry(old, name, size)) == groups[old]), None)
-        if found is None:
-            new.append(name)
-        else:
-            place = found + 1
-    return new
 
 
 def _index_of_current(inputs: Inputs, current: str, expected: int) -> int | None:

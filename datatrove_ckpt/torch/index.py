@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +20,6 @@ from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWind
 from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows
 
 _THREADS = 16
-_SAMPLE = 2**16
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
 
@@ -85,18 +82,8 @@ class Index:
     def _content(self) -> list[str]:
         """How the files are sampled, and a hash of the samples: of the ETags of remote files, which cost nothing."""
         inputs = self._inputs
-        local = inputs.folder.is_local()
-        samples = map(self._sample if local else inputs.sample, range(len(inputs.names)))
-        return ["bytes" if local else "tags", xxh3_64_hexdigest("\n".join(samples).encode())]
-
-    def _sample(self, number: int) -> str:
-        """A hash of the first and last 64 kB of a local file."""
-        name = self._inputs.names[number]
-        with suppress(FileNotFoundError), Path(str(self._inputs.folder.resolve_paths(name))).open("rb") as file:
-            sample = file.read(_SAMPLE)
-            file.seek(max(file.tell(), self._inputs.size(number) - _SAMPLE))
-            return str(xxh3_64_hexdigest(sample + file.read(_SAMPLE)))
-        return ""
+        samples = map(inputs.sample, range(len(inputs.names)))
+        return ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest("\n".join(samples).encode())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class StatefulWrapper(_Iterable):
     The state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own.
 
     Raises:
-        ConfigError: a source is not stateful, or is there twice.
+        ConfigError: a source is not stateful.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
@@ -123,7 +123,6 @@ class StatefulWrapper(_Iterable):
         self._next_state: State | None = None
         self._running: tuple[int, tuple[int, int], Iteration] | None = None
         self._iterations = Iterations()
-        self._check_twice()
 
     @abstractmethod
     def _options(self) -> State:
@@ -213,17 +212,6 @@ class StatefulWrapper(_Iterable):
                 )
         self._next_state = state_dict
         self._iterations.forget()
-
-    def _check_twice(self) -> None:
-        """Raises ConfigError if one source would be iterated twice at once: it has one position only."""
-        seen: set[int] = set()
-        for source in _all_sources(self):
-            if id(source) in seen:
-                raise ConfigError(
-                    f"The same {type(source).__name__} is in {type(self).__name__} twice, and it has one position. "
-                    "Make a dataset of its own for each."
-                )
-            seen.add(id(source))
 
     def _is_older(self, state: State, epoch: int) -> bool:
         """Whether the state is the end of an epoch before the one that was set."""
@@ -381,15 +369,6 @@ class Shared:
 
     def _cell(self, worker: int | None) -> int:
         return _PER_WORKER + (_CELLS if worker is None else worker % _CELLS)
-
-
-def _all_sources(source: Any) -> Iterator[Any]:
-    """The sources of a wrapper, and those of its sources."""
-    source = getattr(source, "dataset", source)  # of a loader
-    if isinstance(source, StatefulWrapper):
-        for one in source._sources:
-            yield one
-            yield from _all_sources(one)
 
 
 def place_of(source: Any) -> tuple[int, int] | None:

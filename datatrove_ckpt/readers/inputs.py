@@ -299,16 +299,11 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
     if current_index is None:
         yield f"the file {current!r}, which the position is in, is gone or has another name"
         return
-    groups, per_group = _groups(before)
     entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
-    group = _first_difference(entries, groups, per_group)
-    low = group * per_group
-    for change, old in _single_changes(entries, low, per_group, before):
-        # The group's hash is compared first, because it costs less than the total one.
-        fits_group = group == len(groups) or _group_hash(old, low, per_group) == groups[group]
-        if fits_group and _total_hash(old) == before["all"]:
-            yield change
-            return
+    change, low, per_group = _find_change(entries, before)
+    if change:
+        yield change
+        return
     first = repr(entries[low][0]) if low < len(entries) else "the end"
     yield f"{before['files']} files were read before {current!r}, and they are not the {current_index} before it now; "
     yield f"the first difference is {'at' if per_group == 1 else f'among the {per_group} files from'} {first}"
@@ -317,26 +312,32 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
 
 def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
     """The parts of one sentence about files of which all matter, read or not."""
-    (groups, per_group), low = _groups(before), 0
-    if not groups:
-        per_group = min(len(entries) + 1, _TRIED)
-    else:
-        low = min(_first_difference(entries, groups, per_group) * per_group, len(entries))
-    for change, old in _single_changes(entries, low, per_group, before):
-        if _total_hash(old) == before["all"]:
-            yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
-            return
-    first = f"; the first difference is at {entries[low][0]!r}" if groups and low < len(entries) else ""
+    change, low, _ = _find_change(entries, before)
+    if change:
+        yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
+        return
+    first = f"; the first difference is at {entries[low][0]!r}" if "groups" in before and low < len(entries) else ""
     yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
     yield f"{sum(size for _, size in entries)} bytes{first}"
 
 
-def _groups(before: State) -> tuple[list[int], int]:
-    """The hashes of the groups, as far as the state has them, and the number of files in each."""
+def _find_change(entries: _Entries, before: State) -> tuple[str, int, int]:
+    """The change of a single file that explains the difference, or ""; and where the files that differ first begin,
+    and how many these are."""
     kept, per_group = before.get("groups", ""), 1
     while before["files"] > per_group * _GROUPS:
         per_group *= 2
-    return [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)], per_group
+    groups = [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)]
+    group = _first_difference(entries, groups, per_group)
+    low = min(group * per_group, len(entries))
+    if not groups:
+        per_group = min(len(entries) + 1, _TRIED)
+    for change, old in _single_changes(entries, low, per_group, before):
+        # The group's hash is compared first, because it costs less than the total one.
+        fits_group = group == len(groups) or _group_hash(old, low, per_group) == groups[group]
+        if fits_group and _total_hash(old) == before["all"]:
+            return change, low, per_group
+    return "", low, per_group
 
 
 def _index_of_current(inputs: Inputs, current: str, expected: int) -> int | None:
@@ -448,9 +449,9 @@ def between(parts: Sequence[Part], start: Place, end: Place) -> list[Part]:
         if index == end.part and not end.at:  # nothing of it, wherever it begins
             break
         if index == start.part and start.at:
-            part = replace_ends(part, begin=start.at)
+            part = part._replace(begin=start.at)
         if index == end.part:
-            part = replace_ends(part, end=end.at)
+            part = part._replace(end=end.at)
         if part.end is None or part.begin != part.end:
             found.append(part)
     return found
@@ -460,12 +461,8 @@ def after(parts: Sequence[Part], start: Place) -> list[Part]:
     """What lies after ``start``."""
     found = list(parts[start.part :])
     if found and start.at:
-        found[0] = replace_ends(found[0], begin=start.at)
+        found[0] = found[0]._replace(begin=start.at)
     return [part for part in found if part.end is None or part.begin != part.end]
-
-
-def replace_ends(part: Part, **ends: FilePosition) -> Part:
-    return part._replace(**ends)  # type: ignore[arg-type]
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

@@ -187,14 +187,6 @@ class ParquetBlocks(BlockFile):
             table = pa.Table.from_batches(parts)
             return table if columns is None else table.select(list(columns))
 
-    def sample(self, rows: int) -> pa.Table:
-        """At most so many rows of the first group that has some."""
-        import pyarrow as pa
-
-        with naming_damage(self._name):
-            number = next(number for number, group in enumerate(self.index.groups) if group.rows)
-            return pa.Table.from_batches([next(self._file.iter_batches(rows, row_groups=[number]))])
-
     def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
         self._cursor = None

@@ -41,15 +41,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.errors import CheckpointMismatch
-
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.blocks import Block
 
 
 Even: TypeAlias = Literal["drop", "repeat"] | None
-
-_MOST_HOLES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,28 +123,15 @@ class Round:
         return -(-max(self.counts) // self.topology.batch) * self._turn_rows
 
     def holes(self, rows: int) -> Numbers:
-        """The places before ``_end`` that nobody had.
-
-        Raises:
-            CheckpointMismatch: the ranks' states are from steps that are far from each other.
-        """
+        """The places before ``_end`` that nobody had."""
         low, high = min(self.counts) // self.topology.batch * self._turn_rows, min(self._end, rows)
-        if high - low > _MOST_HOLES:
-            raise CheckpointMismatch(
-                f"The states of the ranks were not saved at the same step: one worker had {min(self.counts)} samples, "
-                f"another one {max(self.counts)}. Use the states that were saved together."
-            )
         places = np.arange(low, max(low, high))
         slots, samples = self.topology.owner(places)
         return places[samples >= np.array(self.counts)[slots]]
 
 
 class Remaining:
-    """The positions of an epoch that are left after some rounds, in their order.
-
-    Raises:
-        CheckpointMismatch: the states of a round are from steps that are far from each other.
-    """
+    """The positions of an epoch that are left after some rounds, in their order."""
 
     def __init__(self, rows: int, rounds: Sequence[Round] = ()) -> None:
         """``rows``: of the whole epoch."""

@@ -218,7 +218,7 @@ def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
     with pytest.raises(CheckpointMismatch, match="topology"):
         merge([*states[:3], *states_of(parquet, (2, 1))])
     for mixed in ([merge(states), states[0]], [states[0], merge(states)]):
-        with pytest.raises(CheckpointMismatch, match=r"one state of all ranks.*beside.*of rank 0"):
+        with pytest.raises(CheckpointMismatch, match="not of one run: done is"):
             merge(mixed)
     with pytest.raises(ConfigError, match="no state of a ReaderDataset"):
         merge([{"model": 1}])

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
 from datatrove_ckpt.readers.inputs import list_input
-from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
+from datatrove_ckpt.readers.no_documents import NoDocument, explain
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -187,10 +187,7 @@ def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: d
 
 def _advice(reader: Any, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
-    try:
-        first = first_row(reader, names[0]) if names else FirstRow()
-    except Exception:  # whatever a file system or a decompressor raises; the check says what it knows without this
-        first = FirstRow()
-    if first == FirstRow():
-        return "Check data_folder, glob_pattern and text_key."
-    return f"{names[0]!r}: {explain(reader, first)}"
+    text = ""
+    with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
+        text = explain(reader, names[0]) if names else ""
+    return f"{names[0]!r}: {text}" if text else "Check data_folder, glob_pattern and text_key."

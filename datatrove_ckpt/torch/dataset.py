@@ -190,11 +190,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         most = make_order(table, self.settings, 0, 0).largest_window
         return most if window.rows is None else most * int(table.bytes.sum()) // max(1, table.total)
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether the rows of the input are counted. Else ``StreamEpoch`` reads them."""
-        return self._index is not None
-
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
 
@@ -394,7 +389,7 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
             "loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
-    if not dataset.is_counted or not any(list(find_states(state)) for state in loaded):
+    if dataset._index is None or not any(list(find_states(state)) for state in loaded):
         return _restore_own(loader, loaded)
     found = [[DatasetState.from_json(one) for one in find_states(state)] for state in loaded]
     merged = merge_states([one for those in found for one in those])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows
 
-_THREADS = 16
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
 
@@ -45,9 +43,6 @@ class Index:
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
         self._inputs = self.blocks._inputs
-        if not self._inputs.folder.is_local():
-            with ThreadPoolExecutor(_THREADS) as threads:
-                list(threads.map(self._inputs.size, range(len(self._inputs.names))))
         files = self._inputs.digest(len(self._inputs.names)).state()
         own = {"skip": reader.skip, "limit": reader.limit, "content": self._content()}
         self.state: State = {"files": files, "rows": self.table.total, "blocks": self.table.hash} | own

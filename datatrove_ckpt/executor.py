@@ -56,7 +56,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             given up. The other ranks go on.
     """
 
-    pipeline: list[Any]
+    pipeline: list[PipelineStep]
     skip_completed: bool
 
     def __init__(
@@ -116,7 +116,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         retries, skip_completed = any(runner.retry_dead_letters for runner in runners), self.skip_completed
         self.skip_completed = skip_completed and not retries
         try:
-            check_before_run(self, retries)
+            check_before_run(self)
             stats = self.run_ranks()
             check_after_run(self)
         finally:
@@ -319,7 +319,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
             )
 
 
-def _as_counted(value: Any) -> MetricStats:
+def _as_counted(value: dict[str, float] | float) -> MetricStats:
     """A metric of a saved file, where a plain number is a sum of ones. datatrove would read it as one value."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)

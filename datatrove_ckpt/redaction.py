@@ -92,7 +92,7 @@ def may_name_secret(name: str) -> bool:
     return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
-def is_surely_secret(name: str, value: Any) -> bool:
+def is_surely_secret(name: str, value: object) -> bool:
     """Whether a text is a secret that no pickle takes along, by its dotted name or its form.
 
     What only sounds like one is not: "text_key", "eos_token", the name of a variable.
@@ -118,7 +118,7 @@ def _is_by_chance(value: str) -> bool:
     return any(re.search("[0-9]", run) and re.search("[A-Za-z]", run) for run in runs) and value[0] not in "<[{/"
 
 
-def is_secret(name: str, value: Any) -> bool:
+def is_secret(name: str, value: object) -> bool:
     """Whether a value is not to be shown. A dict or list may hold a secret although it is none."""
     if names_secret(name) or is_surely_secret(name, value):
         return True
@@ -138,7 +138,7 @@ def holds_credentials(url: str) -> bool:
     return _URL.search(url) is not None
 
 
-def secrets_among(name: str, value: Any) -> Iterator[Any]:
+def secrets_among(name: str, value: object) -> Iterator[object]:
     """The secrets in plain values. Of a long text the start is looked at. Objects hold none."""
     if is_secret(name, value[:_LOOKED_AT] if isinstance(value, str) else value):
         yield value
@@ -162,7 +162,7 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def without_secrets(name: str, value: Any, found: Collection[str] | None = None) -> Any:
+def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
 
     What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
@@ -181,7 +181,7 @@ def without_secrets(name: str, value: Any, found: Collection[str] | None = None)
     return value
 
 
-def hashed(name: str, value: Any) -> str:
+def hashed(name: str, value: object) -> str:
     """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
 
     Where the mirror has a key, it is keyed, too. Ranks on many nodes, and the copies in a mirror, must come to the same
@@ -214,7 +214,7 @@ class Veil:
 
     __slots__ = ("name", "value")
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: object) -> None:
         self.name = name
         self.value = value
 
@@ -238,11 +238,11 @@ class Veiled:
             raise AttributeError(self._name) from None
         return value.value if isinstance(value, Veil) else value
 
-    def __set__(self, instance: object, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         vars(instance)[self._name] = Veil(self._name, value)
 
 
-def shown(name: str, value: Any) -> Any:
+def shown(name: str, value: object) -> Any:
     """A value without its secrets: plain values and settings as they are, of everything else the name of the type."""
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -417,7 +417,7 @@ def check_no_secrets(folder: Any, where: str) -> None:
     check_options(getattr(folder.fs, "storage_options", {}), folder.resolve_paths(""), where)
 
 
-def check_options(options: Any, url: str, where: str) -> None:
+def check_options(options: object, url: str, where: str) -> None:
     """Checks the storage options of the file system for ``url``.
 
     Raises:

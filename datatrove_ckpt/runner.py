@@ -6,40 +6,20 @@ the user's settings; everything that a rank needs is made in ``run`` and closed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, get_args
 
 from datatrove.data import Document
-from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.stats import Stats
 
-from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
-from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.carried_code import CarriesCode
-from datatrove_ckpt.generation.checkpoint_folders import check_checkpoint_folders
-from datatrove_ckpt.generation.run_identity import run_identity
-from datatrove_ckpt.generation.shared_context import SharedContext
-from datatrove_ckpt.generation.step import OnDocumentError
-from datatrove_ckpt.generation.user_code import check_rollout
-from datatrove_ckpt.generation.user_frames import called_at
-from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
-from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
-from datatrove_ckpt.rollouts import Rollout, for_config
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.checkpoint.fields import RunIdentity
 
 
-class InferenceRunner(CarriesCode):
+class InferenceRunner(Step):
     """Sends each document through a rollout function, and writes the results, one file per chunk of documents.
 
     The first eight arguments are those of datatrove's ``InferenceRunner``.
@@ -98,77 +78,6 @@ class InferenceRunner(CarriesCode):
     rollout_fn = Veiled()
     config = Veiled()
     shared_context = Veiled()
-    monitoring = MonitoringConfig()  # of steps that an earlier version has pickled
-
-    def __init__(
-        self,
-        rollout_fn: Rollout,
-        config: InferenceConfig,
-        output_writer: DiskWriter,
-        shared_context: SharedContext = None,
-        checkpoints_local_dir: str | None = None,
-        records_per_chunk: int = 6000,
-        metadata_key: str = "rollout_results",
-        skip_bad_requests: bool = False,
-        on_document_error: OnDocumentError = "stop",
-        max_dead_letters: int | None = None,
-        retry_dead_letters: bool = False,
-        seek: bool | None = None,
-        sync_seconds: Seconds = 1.0,
-        drain_seconds: float = DRAIN_SECONDS,
-        drain_signals: Sequence[str] = SIGNALS,
-        retry_errors: bool = False,
-        accept_changes: bool = False,
-        checkpoints_remote_dir: str | None = None,
-        mirror_seconds: Seconds = 60.0,
-        hub_commit_seconds: float = 300.0,
-        hub_commits_per_hour: int = 112,
-        monitoring: MonitoringConfig | None = None,
-        keep_answers: bool = False,
-    ) -> None:
-        super().__init__()
-        safe_log()
-        self.rollout_fn = rollout_fn
-        if not hasattr(config, "server_type"):
-            kind = type(config).__name__
-            raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
-        self.config = config if isinstance(config, InferenceConfig) else InferenceConfig.from_datatrove(config)
-        self.output_writer = with_our_uploads(output_writer)
-        self.shared_context = shared_context
-        self.checkpoints_local_dir = None if checkpoints_local_dir is None else str(checkpoints_local_dir)
-        self.records_per_chunk = records_per_chunk
-        self.metadata_key = metadata_key
-        self.skip_bad_requests = skip_bad_requests
-        self.on_document_error, self.max_dead_letters = on_document_error, max_dead_letters
-        self.retry_dead_letters, self.retry_errors = retry_dead_letters, retry_errors
-        self.seek, self.sync_seconds = seek, sync_seconds
-        self.drain_seconds, self.drain_signals = drain_seconds, check_signals(drain_signals)
-        self.accept_changes, self.keep_answers = accept_changes, keep_answers
-        self.checkpoints_remote_dir = checkpoints_remote_dir.rstrip("/") if checkpoints_remote_dir else None
-        self.mirror_seconds = mirror_seconds
-        self.hub_pace = CommitPace(hub_commit_seconds, hub_commits_per_hour)
-        self.monitoring = monitoring or MonitoringConfig()
-        self._check_settings()
-        self._note_code()
-
-    def _check_settings(self) -> None:
-        check_rollout(self.rollout_fn, self.shared_context)
-        if self.records_per_chunk < 1:
-            raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
-        check_seconds("sync_seconds", self.sync_seconds)
-        check_seconds("mirror_seconds", self.mirror_seconds)
-        if not self.drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
-        if self.on_document_error not in get_args(OnDocumentError):
-            raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
-        self.rollout_fn = for_config(self.rollout_fn, self.config)
-        check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
-        needed_by = {
-            "on_document_error: dead letters are": self.on_document_error != "stop" or self.retry_dead_letters,
-            "monitoring: what MLflow and Weights & Biases get is": self.monitoring.wants_tracking,
-        }
-        local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
-        check_checkpoint_folders(local, remote, self.output_writer, needed_by)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
         """Processes every document of ``data``. When it returns, all of them are in the output.
@@ -197,8 +106,3 @@ class InferenceRunner(CarriesCode):
             asyncio.CancelledError: this call was cancelled.
         """
         await run_hosted(partial(self.run, data_gen, rank, world_size), f"rank {rank}")
-
-    def identity(self, world_size: int) -> RunIdentity:
-        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
-        chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
-        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)

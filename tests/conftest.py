@@ -14,6 +14,7 @@ import tempfile
 import types
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, identity
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.generation import run_identity
@@ -34,6 +36,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests import forked
 from tests.commands import Command, Printed
 from tests.hub import FakeHub, pointed_at
+from tests.patience import ChangePolicy
 
 TESTS = Path(__file__).parent
 
@@ -197,6 +200,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> ChangePolicy:
+    """Changes rows of the table of retries: ``policy("HUB", "HUB_LOOK", first=0.01)``."""
+
+    def change(*names: str, **changes: Any) -> None:
+        for name in names:
+            monkeypatch.setattr(retrying, name, replace(getattr(retrying, name), **changes))
+
+    return change
+
+
+@pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Command:
     """Runs a command in this process; a test that has it captures nothing else."""
     return Command(capfd)
@@ -227,7 +241,7 @@ def real_ready_window() -> None:
 def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the first answer may take seconds. Tests with a small patience mean later requests."""
     if "real_ready_window" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoint.ready_window", lambda config: 60.0)
+        monkeypatch.setattr("datatrove_ckpt.inference.servers.connect.ready_window", lambda config: 60.0)
 
 
 @pytest.fixture
@@ -241,7 +255,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)
         return known[key][2]
 
-    monkeypatch.setattr("datatrove_ckpt.generation.carried_code.code_identity", code_identity)
+    monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
 
 
 @pytest.fixture

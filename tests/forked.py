@@ -38,7 +38,7 @@ _START = "import sys; sys.path.insert(0, {!r}); import forked; del sys.path[0]; 
 _MODULES = """
     datatrove.executor datatrove.pipeline.inference.run_inference datatrove.pipeline.readers.jsonl
     datatrove.pipeline.writers.jsonl datatrove_ckpt.cli.execution
-    datatrove_ckpt.cli.main datatrove_ckpt.cli.preflight_commands datatrove_ckpt.cli.run datatrove_ckpt.cli.status
+    datatrove_ckpt.cli.main datatrove_ckpt.cli.run datatrove_ckpt.cli.status
     datatrove_ckpt.cli.verify_repair datatrove_ckpt.executor datatrove_ckpt.generation.rank
     datatrove_ckpt.inference.servers.pool datatrove_ckpt.mirror.changing datatrove_ckpt.mirror.mirror
     datatrove_ckpt.mirror.restore datatrove_ckpt.preflight.doctor datatrove_ckpt.readers

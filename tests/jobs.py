@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.servers.endpoint import ExternalServers
-from datatrove_ckpt.inference.servers.interface import Server
+from datatrove_ckpt.inference.servers.connect import ExternalServers
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 
@@ -98,6 +98,17 @@ def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def make_server(config: InferenceConfig, rank: int) -> Server:
+def make_server(config: InferenceConfig, rank: int) -> ExternalServers | InferenceServer:
     """One that we launch, or an endpoint that runs already."""
     return ExternalServers(config) if config.server_type == "endpoint" else InferenceServer(config, rank)
+
+
+@asynccontextmanager
+async def started_server(config: InferenceConfig, rank: int) -> AsyncIterator[ExternalServers | InferenceServer]:
+    server = make_server(config, rank)
+    await server.start()
+    try:
+        yield server
+    finally:
+        if isinstance(server, InferenceServer):
+            await server.stop()

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 PRESSURE = Path("/proc/pressure")
+ChangePolicy = Callable[..., None]
+"""The fixture ``policy``."""
+
 LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
 
 

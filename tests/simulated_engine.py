@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from datatrove_ckpt.inference.servers.admission import Admission
-from datatrove_ckpt.inference.servers.metrics import Metrics
+from datatrove_ckpt.inference.servers.probes import Admission, Metrics
 
 BLOCK = 16  # tokens
 

@@ -13,7 +13,8 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from operator import attrgetter
+from pathlib import Path
 
 import orjson
 
@@ -159,6 +160,9 @@ class DocumentCounts:
         return work
 
 
+_numbers = attrgetter(*DocumentCounts.__slots__)
+
+
 @dataclass(slots=True)
 class Commit:
     """One finished chunk.
@@ -202,16 +206,16 @@ class Commit:
 
     def _check(self) -> None:
         """The output's names are acted on: ``repair`` removes these files."""
-        numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *asdict(self.counts).values()]
-        if not all(is_count(number) for number in [*numbers, *(file.size for file in self.files)]):
+        numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *_numbers(self.counts)]
+        if not all(map(is_count, [*numbers, *(file.size for file in self.files)])):
             raise ValueError("a number is missing or negative")
         if not is_seconds(self.at):
             raise ValueError("its time is damaged")
         if not isinstance(self.last_input, str) or not isinstance(self.position, dict | None):
             raise ValueError("its position or last_input has another type")
         for file in self.files:
-            path = PurePosixPath(file.path)
-            if path.is_absolute() or ".." in path.parts or not path.parts:
+            parts = set(file.path.split("/"))
+            if file.path.startswith("/") or ".." in parts or parts <= {"", "."}:
                 raise ValueError(f"{file.path!r} is no name of an output file")
             if not isinstance(file.xxh128, str) or not isinstance(file.hub_hash, str):
                 raise ValueError(f"a hash of {file.path!r} has another type")

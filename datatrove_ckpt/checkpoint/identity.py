@@ -1,9 +1,8 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. This module keeps and compares it. Where a
-release describes a run in another way than an earlier release did, the caller gives both descriptions. The stored one
-is compared with the one of the same version, and each start writes the later one. ``run.json`` is replaced atomically,
-so a crash leaves either description, and both are accepted.
+The identity is a flat dict of plain JSON values, which the caller makes. This module keeps and compares it. Where
+another release has described the user's code in another way, all but the code is compared, and the code from the next
+start on. ``run.json`` is replaced atomically, so a crash leaves either description, and both are accepted.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
 owner in the file stops before its next write. Locks (``files.Lock``) keep a second process from starting. The fence

@@ -261,13 +261,16 @@ def _replace(path: Path, content: Json) -> None:
 class RankLocks:
     """The locks of ranks, so that none starts. Folders that are missing are made for it.
 
+    Attributes:
+        plan: what is carried out; None: nothing changes.
+
     Raises:
         CheckpointLocked: a process works on a rank; the message names it.
     """
 
     def __init__(self, root: Path, ranks: Iterable[int]) -> None:
+        self.plan: ReshardPlan | None = None
         self._locks: list[tuple[files.Lock, bool]] = []
-        self._root = root
         try:
             for rank in ranks:
                 folder = rank_folder(root, rank)
@@ -275,20 +278,12 @@ class RankLocks:
                 was_there = (folder / LOCK).exists()
                 self._locks.append((files.Lock(folder / LOCK), was_there))
         except BaseException:
-            self.release(None)
+            self.release()
             raise
 
-    @property
-    def work(self) -> bool:
-        """Whether the file system has locks."""
-        return all(lock.works for lock, _ in self._locks)
-
-    def release(self, plan: ReshardPlan | None) -> None:
-        """A lock file stays where a rank is not finished.
-
-        Args:
-            plan: what was carried out; None: nothing has changed.
-        """
+    def release(self) -> None:
+        """A lock file stays where a rank is not finished."""
+        plan = self.plan
         for lock, was_there in self._locks:
             folder = lock.path.parent
             rank = int(folder.name)

@@ -48,7 +48,7 @@ class Sums:
         """Raises TypeError or ValueError if they are no sums."""
         sums = cls(*values)  # type: ignore[arg-type]  # checked in the next line
         known = [number for number in (sums.low, sums.high) if number is not None]
-        if not all(is_count(number) for number in (sums.n, sums.total, sums.squares, *known)):
+        if not all(map(is_count, (sums.n, sums.total, sums.squares, *known))):
             raise ValueError("a sum is missing or negative")
         return sums
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import multiprocess
 from datatrove.executor import RayPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
@@ -34,71 +35,66 @@ from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.where import Place
-from datatrove_ckpt.preflight.before_run import (
-    Checked,
-    check_after_run,
-    check_before_run,
-    check_steps,
-    checkpointed_steps,
-)
+from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import own_error, say_errors_later
 from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.remote_errors import file_system_call
-from datatrove_ckpt.runner import InferenceRunner
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
 
-def execute(executor: Any, content: dict[str, Any], arguments: argparse.Namespace) -> int:
+def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Runs what ``build`` has made of a file's content. Returns the exit code.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
-    _name_flags(executor)
-    check_steps(executor)
+    plan = RunPlan.of(executor)
+    for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
+        runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
+    check_steps(plan)
     if arguments.dry_run:
         full = FullConfig(content, executor)
         print(full.text(), end="")
         try:  # it shows a job array, too: with another number of tasks, none of it would start
-            _check_tasks(executor)
+            _check_tasks(plan)
         except CkptError as error:
             return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
         return 0
-    return _checked_run(executor, arguments)
+    return _checked_run(executor, plan, arguments)
 
 
-def _check_tasks(executor: Any) -> None:
+def _check_tasks(plan: RunPlan) -> None:
     """Checks that no other number of tasks was begun with, or is half carried out.
 
     Raises:
         CheckpointMismatch: it names the number, or the `reshard` to end.
     """
-    for _, step, root in checkpointed_steps(executor):
+    for step, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
             refuse_half_resharded(root)
-            refuse_other_tasks(root, step.identity(executor.world_size))
+            refuse_other_tasks(root, step.identity(plan.tasks))
 
 
-def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
+def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Checks, runs, and turns errors and signals into messages and exit codes."""
-    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    steps = [runner.step for runner in plan.runners]
     signals, started = sorted({name for step in steps for name in step.drain_signals}), False
     interruption = Interruption(signals)
     try:
         with interruption:
             if arguments.retry_dead_letters:
-                _retry_dead_letters(executor, steps)
-            retries = any(step.retry_dead_letters for step in steps)
-            executor.skip_completed = executor.skip_completed and not retries  # complete ranks have dead letters, too
-            check_before_run(executor, retries)
+                _retry_dead_letters(plan)
+            # Complete ranks have dead letters, too.
+            executor.skip_completed = executor.skip_completed and not plan.retries
+            check_before_run(executor)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _execute(executor, steps, arguments.command)
+            _execute(executor, plan, arguments.command)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -110,7 +106,7 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
-        own = own_error(error) or (explain(error, executor) if isinstance(error, OSError) else None)
+        own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
         return fail(_with_command(own, arguments), 1)
@@ -119,26 +115,21 @@ def _checked_run(executor: Any, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _execute(executor: Any, steps: list[InferenceRunner], command: str) -> None:
+def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
     """Runs the executor, or submits it, and prints the last line."""
-    kept = [step for step in steps if step.checkpoints_local_dir is not None]
+    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
-        say(slurm_submit.submit(executor, [str(step.checkpoints_local_dir) for step in kept], command))
+        say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
         return
-    marked = _marked(executor) if isinstance(executor, RayPipelineExecutor) and not executor.skip_completed else {}
+    is_ray = isinstance(executor, RayPipelineExecutor)
+    marked = plan.marked() if is_ray and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
-    _refuse_what_is_left(executor, marked)
+    if is_ray:
+        _refuse_what_is_left(plan, marked)
     checked = check_after_run(executor)
-    for step in kept:
-        say(closing_line(step, command, checked))
-
-
-def _name_flags(executor: Any) -> None:
-    """Lets the steps name accept_changes as it is written on this command line, in cluster jobs as well."""
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(step, InferenceRunner):
-            step.how_to_accept = f"add --pipeline.{index}.accept_changes=true to the command"
+    for runner in kept:
+        say(closing_line(runner, command, checked))
 
 
 def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
@@ -161,15 +152,7 @@ def _interrupted(interruption: Interruption, command: str) -> int:
     return 128 + number
 
 
-def _marked(executor: Any) -> dict[str, Any]:
-    """When each task was marked as complete, by the marker's path; without those of file systems that do not tell."""
-    with file_system_call():
-        found = executor.logging_dir.find("completions", detail=True)
-    times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
-    return {name: time for name, time in times.items() if time is not None}
-
-
-def _refuse_what_is_left(executor: Any, marked: dict[str, Any]) -> None:
+def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     """Ray's executor returns normally although tasks failed.
 
     Args:
@@ -178,35 +161,33 @@ def _refuse_what_is_left(executor: Any, marked: dict[str, Any]) -> None:
     Raises:
         CkptError: some tasks are not complete.
     """
-    if not isinstance(executor, RayPipelineExecutor):
-        return
-    now = _marked(executor) if marked else {}
+    now = plan.marked() if marked else {}
     old = {name for name, time in marked.items() if now.get(name) == time}
-    anew = [rank for rank in range(executor.world_size) if f"completions/{rank:05d}" in old]
-    left = sorted({*executor.get_incomplete_ranks(skip_completed=True), *anew})
+    anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
+    left = sorted({*plan.incomplete(skip_completed=True), *anew})
     if left:
         raise CkptError(
-            f"{len(left)} of {executor.world_size} tasks are not complete; rank {left[0]} is the first. Their logs are "
-            f"in {executor.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
+            f"{len(left)} of {plan.tasks} tasks are not complete; rank {left[0]} is the first. Their logs are "
+            f"in {plan.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
         )
 
 
-def _retry_dead_letters(executor: Any, steps: list[InferenceRunner]) -> None:
+def _retry_dead_letters(plan: RunPlan) -> None:
     """Lets the ranks process their dead letters instead of the input.
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
         CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
     """
-    _check_tasks(executor)
-    incomplete = executor.get_incomplete_ranks(skip_completed=True)
+    _check_tasks(plan)
+    incomplete = plan.incomplete(skip_completed=True)
     if incomplete:
         raise ConfigError(
-            f"--retry-dead-letters: {len(incomplete)} of {executor.world_size} ranks are not finished (rank "
+            f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} ranks are not finished (rank "
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
-    for step in steps:
-        step.retry_dead_letters = True
+    for runner in plan.runners:
+        runner.step.retry_dead_letters = True
 
 
 # What the command does on a signal: it lets every rank save what it has, and ends with one line.
@@ -279,9 +260,9 @@ def _end_children() -> None:
 # The last line of ``run``: what all ranks and all attempts have done, and what to do next.
 
 
-def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
+def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked."""
-    root = step.checkpoints_root
+    root = runner.step.checkpoints_root
     state = read_run_state(Place(str(root), root, str(root)))
     counts = _counts(state, root)
     skipped = SkippedLines()
@@ -294,7 +275,7 @@ def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
             f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
             "start again with another checkpoints_local_dir and logging_dir."
         )
-    folder = step.output_writer.output_folder.resolve_paths("")
+    folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
     work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
@@ -303,7 +284,7 @@ def closing_line(step: InferenceRunner, command: str, checked: Checked) -> str:
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
-        f"{_next_step(step, counts, command)}"
+        f"{_next_step(runner, counts, command)}"
     )
 
 
@@ -358,14 +339,14 @@ def _verify(checkpoints: Path | str) -> str:
     return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
 
 
-def _next_step(step: InferenceRunner, counts: DocumentCounts, command: str) -> str:
+def _next_step(runner: RunnerPlan, counts: DocumentCounts, command: str) -> str:
     if counts.dead:
         retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
         return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {_verify(_typed(step))}"
+    return f"To check the files: {_verify(_typed(runner))}"
 
 
-def _typed(step: InferenceRunner) -> str:
+def _typed(runner: RunnerPlan) -> str:
     """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
-    given = str(step.checkpoints_local_dir)
-    return str(step.checkpoints_root) if given.startswith("~") or "$" in given else given
+    given = str(runner.step.checkpoints_local_dir)
+    return str(runner.step.checkpoints_root) if given.startswith("~") or "$" in given else given

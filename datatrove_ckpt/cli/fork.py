@@ -36,8 +36,8 @@ from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
-from datatrove_ckpt.runner import InferenceRunner
 
 
 @dataclass
@@ -47,26 +47,25 @@ class NewRun:
     Attributes:
         folder: its ``checkpoints_local_dir``.
         config: its YAML file; None: only the folder was given.
-        step: its runner, if there is a file, and its number of tasks.
+        runner: its runner, if there is a file.
         logging_dir: likewise, its executor's.
     """
 
     folder: Path
     config: str | None = None
-    step: InferenceRunner | None = None
-    tasks: int = 0
+    runner: RunnerPlan | None = None
     logging_dir: str = ""
     changes: list[Change] = field(default_factory=list)
 
     @property
     def mirror(self) -> str | None:
         """Its ``checkpoints_remote_dir``, if there is a file that names one."""
-        return None if self.step is None else self.step.checkpoints_remote_dir
+        return None if self.runner is None else self.runner.step.checkpoints_remote_dir
 
     @cached_property
     def identity(self) -> RunIdentity | None:
         """What it will be; None without a file."""
-        return None if self.step is None else self.step.identity(self.tasks)
+        return None if self.runner is None else self.runner.identity
 
 
 def fork(arguments: argparse.Namespace) -> int:
@@ -84,14 +83,15 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
         return NewRun(Path(arguments.new))
     with log_disabled(*_NOT_ABOUT_IT):
         executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
-    steps = [step for step in executor.pipeline if isinstance(step, InferenceRunner) and step.checkpoints_local_dir]
-    if len(steps) != 1:
+    plan = RunPlan.of(executor)
+    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir]
+    if len(kept) != 1:
         raise ConfigError(
-            f"{arguments.new}: {len(steps)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
+            f"{arguments.new}: {len(kept)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
             "the file."
         )
-    logs = executor.logging_dir.resolve_paths("")
-    return NewRun(steps[0].checkpoints_root, arguments.new, steps[0], executor.tasks, str(logs))
+    logs = plan.logging_dir.resolve_paths("")
+    return NewRun(kept[0].step.checkpoints_root, arguments.new, kept[0], str(logs))
 
 
 def _place_of(arguments: argparse.Namespace, new: NewRun) -> AbstractContextManager[Place]:

@@ -30,7 +30,7 @@ class FullConfig:
         executor: what ``build`` made of it.
     """
 
-    def __init__(self, content: dict[str, Any], executor: Any) -> None:
+    def __init__(self, content: dict[str, Any], executor: object) -> None:
         self._defaults: list[str] = []
         self._hidden: dict[str, list[str]] = {}
         self._content = {"executor": self._node(content["executor"], "executor")}
@@ -112,7 +112,7 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)

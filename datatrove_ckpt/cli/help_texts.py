@@ -81,7 +81,7 @@ MIGRATE_EPILOG = """\
 CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
 output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that run
 first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host that has
-its files open to write, and files that change meanwhile; of other nodes, young files are a warning.
+its files open to write, and files that change meanwhile; young files are a warning.
 
 Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
 document by document, and processed again by the next run. FOLDER is not changed, unless it is the checkpoints_local_dir

@@ -16,13 +16,12 @@ from datatrove_ckpt.cli.overrides import make_executor
 from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
-from datatrove_ckpt.preflight.migration.findings import LACKS, Chunk, Findings, Left, Rank
-from datatrove_ckpt.preflight.migration.job import Migration
-from datatrove_ckpt.preflight.migration.job import migrate as take_over
+from datatrove_ckpt.preflight.migrated_rank import LACKS, Chunk, Rank
+from datatrove_ckpt.preflight.migration import Findings, Migration
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN = 5
-_SHOWN_RANKS = 20
 
 
 def migrate(arguments: argparse.Namespace) -> int:
@@ -34,16 +33,17 @@ def migrate(arguments: argparse.Namespace) -> int:
         arguments.logging_dir,
         arguments.lacking_are_dropped,
         arguments.any_text,
+        arguments.dry_run,
     )
     try:
         with log_disabled("datatrove", "datatrove_ckpt"):
-            findings = take_over(migration, arguments.dry_run)
+            findings = migration.run()
     except ConfigError:
         raise
     except CkptError as error:
         return fail(error, 1)
     except OSError as error:
-        if (explained := explain(error, executor)) is None:
+        if (explained := explain(error, RunPlan.of(executor))) is None:
             raise
         return fail(explained, 1)
     if arguments.json:
@@ -61,25 +61,7 @@ def _lines(findings: Findings) -> Iterator[str]:
             yield from _rank_lines(rank)
         if rank.aside:
             yield f"  moved aside: {plural(len(rank.aside), 'output file')}: {_some(rank.aside)}"
-    yield from _missing_lines(findings)
     yield from (f"warning: {safe_text(warning)}" for warning in findings.warnings)
-
-
-def _missing_lines(findings: Findings) -> Iterator[str]:
-    if not findings.missing:
-        return
-    ranks = sorted(findings.missing)
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (
-        f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    )
-    noun, whose = ("rank", "its") if len(ranks) == 1 else ("ranks", "their")
-    yield f"no trace of {noun} {shown} (tasks={findings.tasks}): the next run begins with {whose} first document"
-    for rank, names in sorted(findings.missing.items()):
-        if names:
-            yield (
-                f"  but rank {rank} has {plural(len(names), 'output file')}, and run will refuse to write beside them: "
-                f"{_some(names)}. Take over the folder with its checkpoint, too, or move them away"
-            )
 
 
 def _rank_lines(rank: Rank) -> Iterator[str]:
@@ -104,11 +86,7 @@ def _chunk_lines(chunk: Chunk) -> Iterator[str]:
         f"{len(chunk.redone)} processed again"
     )
     yield from (f"    {safe_text(problem)}" for problem in chunk.problems)
-    yield from (f"    again: {_named(left)}: {left.why}" for left in chunk.redone)
-
-
-def _named(left: Left) -> str:
-    return f"document {left.ordinal} {safe_repr(left.id)}"
+    yield from (f"    again: document {one.ordinal} {safe_repr(one.id)}: {one.why}" for one in chunk.redone)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -118,38 +96,18 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _closing(findings: Findings, arguments: argparse.Namespace) -> Iterator[str]:
-    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
     new = [rank for rank in findings.ranks if not rank.done]
-    if new:
-        yield from _sums(findings, new)
-    elif any(rank.aside for rank in findings.ranks):
-        yield "Every rank was taken over before; output was left to be moved aside."
-    else:
-        yield "Every rank was taken over before: there is nothing to do."
-    yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"
-
-
-def _sums(findings: Findings, new: Sequence[Rank]) -> Iterator[str]:
     chunks = [chunk for rank in new for chunk in rank.chunks]
-    again = sum(len(chunk.redone) for chunk in chunks)
-    yield (
-        f"{plural(len(new), 'rank')}: {plural(findings.kept, 'document')} kept, "
-        f"{plural(again, 'document')} processed again{' for the reasons above' if again else ''}"
-    )
-    if findings.kept:
-        yield from _made_with(findings)
-    yield "Requests of documents that datatrove's run had not finished are sent again."
-    if any(left.why.startswith(LACKS) for chunk in chunks for left in chunk.redone):
+    again = [left for chunk in chunks for left in chunk.redone]
+    if new:
+        yield (
+            f"{plural(len(new), 'rank')}: {plural(sum(chunk.kept for chunk in chunks), 'document')} kept, "
+            f"{plural(len(again), 'document')} processed again{' for the reasons above' if again else ''}"
+        )
+        yield "Requests of documents that datatrove's run had not finished are sent again."
+    else:
+        yield "Every rank was taken over before."
+    if any(left.why == LACKS for left in again):
         yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
-
-
-def _made_with(findings: Findings) -> Iterator[str]:
-    documents = plural(findings.kept, "kept document")
-    were = "was" if findings.kept == 1 else "were"
-    if not findings.other_settings:
-        if findings.why_not_same:
-            yield f"No file says with which model and parameters {documents} {were} made."
-        else:
-            yield f"{documents} {were} made with the model and parameters of CONFIG."
-    for name, (theirs, ours) in findings.other_settings.items():
-        yield f"{documents} {were} made with {name} {safe_repr(theirs)}; CONFIG has {safe_repr(ours)}."
+    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
+    yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"

@@ -10,25 +10,20 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.checkpoint.identity import not_readable
+from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.generation.job_check import checkpoints_here
-from datatrove_ckpt.runner import InferenceRunner
+from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL_BYTES = 1 << 20  # less free space than this counts as none
 
 
-def explain(error: OSError, executor: Any) -> Exception:
-    """The error as a message for the user; itself if there is nothing to add.
-
-    Args:
-        executor: any datatrove executor; its folders are named.
-    """
-    folders = dict(_local_folders(executor))
+def explain(error: OSError, plan: RunPlan) -> Exception:
+    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
+    folders = dict(_local_folders(plan))
     if error.errno in _FULL:
         return StorageFailed(
             f"{error.strerror}: {error.filename or _which(folders)}. Free some space and run the same command again; "
@@ -48,14 +43,10 @@ def explain(error: OSError, executor: Any) -> Exception:
     )
 
 
-def _local_folders(executor: Any) -> Iterator[tuple[str, Path]]:
-    if executor.logging_dir.is_local():
-        yield "logging_dir", Path(executor.logging_dir.resolve_paths(""))
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
-            root = checkpoints_here(executor, step)
-            if root is not None:
-                yield "checkpoints_local_dir", root
+def _local_folders(plan: RunPlan) -> Iterator[tuple[str, Path]]:
+    if plan.logging_dir.is_local():
+        yield "logging_dir", Path(plan.logging_dir.resolve_paths(""))
+    yield from (("checkpoints_local_dir", root) for _, root in plan.kept)
     yield "TMPDIR", Path(tempfile.gettempdir())
 
 
@@ -66,7 +57,5 @@ def _which(folders: dict[str, Path]) -> str:
 
 
 def _is_full(folder: Path) -> bool:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    found = os.statvfs(folder)
+    found = os.statvfs(existing_part(folder))
     return found.f_bavail * found.f_frsize < _FULL_BYTES or (found.f_files > 0 and found.f_favail == 0)

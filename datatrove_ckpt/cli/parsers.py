@@ -189,7 +189,7 @@ def _add_migrate(commands: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, document by document, only")
     parser.add_argument(
-        "--logging-dir", metavar="DIR", help="of datatrove's run: its executor.json tells model and tasks"
+        "--logging-dir", metavar="DIR", help="of datatrove's run: its log files show whether it is still on"
     )
     lacking = "documents that files of finished chunks lack were dropped by their rollouts: do not process them again"
     parser.add_argument("--lacking-are-dropped", action="store_true", help=lacking)
@@ -198,7 +198,7 @@ def _add_migrate(commands: Any) -> None:
 
 def _add_config_command(commands: Any, name: str, what: str, epilog: str, handler: str = "") -> argparse.ArgumentParser:
     """A command that takes a YAML file and overrides."""
-    parser = _add(commands, name, what, f"{epilog}\n{OVERRIDES_HELP}", handler or f"preflight_commands:{name}")
+    parser = _add(commands, name, what, f"{epilog}\n{OVERRIDES_HELP}", handler or f"run:{name}")
     parser.add_argument("config", metavar="CONFIG", help="YAML file with one key, executor")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(overrides=[])

@@ -1,13 +1,22 @@
-"""``datatrove-ckpt run``: builds the executor that a YAML file describes. ``execution.py`` does the rest."""
+"""``datatrove-ckpt run``, ``doctor`` and ``plan``: what takes a YAML file, builds its executor, and is slow to import.
+
+Exit codes of ``doctor`` and ``plan``: 0 no problem (doctor may print warnings); 1 a problem, or a measurement failed; 2
+a mistake in the file or on the command line. ``execution.py`` does the rest of ``run``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from datatrove_ckpt.cli.overrides import read_config
+from datatrove_ckpt.cli.overrides import make_executor, read_config
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.process.task_errors import log_disabled
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -22,3 +31,41 @@ def run(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Prints each check. Returns the exit code."""
+    executor = make_executor(arguments)
+    from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
+
+    with log_disabled("datatrove", "datatrove_ckpt"):
+        checks = list(examine(executor, arguments.documents_per_second))
+    problems = sum(check.state == "problem" for check in checks)
+    code = 1 if problems else 0
+    if arguments.json:
+        content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
+        print_json(content)
+    else:
+        warnings = sum(check.state == "warning" for check in checks)
+        found = plural(problems, "problem") if problems else "no problem"
+        total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
+        say("\n".join([*map(str, checks), total]))
+    return code
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Prints the tables of each runner. Returns the exit code."""
+    executor = make_executor(arguments)
+    from datatrove_ckpt.preflight.plan import advise, describe
+    from datatrove_ckpt.preflight.run_plan import RunPlan
+
+    runners = RunPlan.of(executor).runners
+    advice = [advise(f"pipeline[{runner.index}]", runner.step, arguments.mtbf) for runner in runners]
+    if not advice:
+        raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
+    if arguments.json:
+        content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
+        print_json(content)
+    else:
+        say("\n\n".join("\n".join(describe(one)) for one in advice))
+    return 0

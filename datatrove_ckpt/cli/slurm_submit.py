@@ -18,10 +18,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import all_are, plural
@@ -35,7 +36,7 @@ _FORGOTTEN = "Invalid job id"
 class JobIds:
     """Wraps the executor's ``job_id_retriever`` and records the ids that it finds."""
 
-    def __init__(self, retriever: Any) -> None:
+    def __init__(self, retriever: Callable[[str], str]) -> None:
         self._retriever = retriever
         self.found: list[str] = []
 
@@ -44,12 +45,12 @@ class JobIds:
         return self.found[-1]
 
 
-def submits(executor: Any) -> bool:
+def submits(executor: PipelineExecutor) -> bool:
     """Whether running this executor means submitting jobs. Inside a job it runs the task."""
     return isinstance(executor, SlurmPipelineExecutor) and "SLURM_ARRAY_TASK_ID" not in os.environ
 
 
-def script(executor: Any) -> str:
+def script(executor: SlurmPipelineExecutor) -> str:
     """The sbatch script that would be submitted now. Creates no folder, unlike the executor."""
     ranks = executor.get_incomplete_ranks()
     if not ranks:
@@ -65,7 +66,7 @@ def script(executor: Any) -> str:
     return text.replace(folder, str(executor.slurm_logs_folder))
 
 
-def check(executor: Any) -> None:
+def check(executor: SlurmPipelineExecutor) -> None:
     """Checks that jobs can be submitted.
 
     Raises:
@@ -85,14 +86,14 @@ def check(executor: Any) -> None:
         )
 
 
-def _submitted_before(executor: Any) -> list[str]:
+def _submitted_before(executor: SlurmPipelineExecutor) -> list[str]:
     if not executor.logging_dir.isfile(_JOBS):
         return []
     with executor.logging_dir.open(_JOBS) as file:
         return [str(job) for job in json.load(file)]
 
 
-def _is_queued(job: str, executor: Any) -> bool:
+def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
     """Whether the job is in the queue. A job that squeue no longer knows has ended.
 
     Raises:
@@ -117,7 +118,7 @@ def _is_queued(job: str, executor: Any) -> bool:
     raise _unknown(job, executor, " ".join(asked.stderr.split()) or f"exit code {asked.returncode}")
 
 
-def _unknown(job: str, executor: Any, cause: str) -> ConfigError:
+def _unknown(job: str, executor: SlurmPipelineExecutor, cause: str) -> ConfigError:
     return ConfigError(
         f"executor: squeue does not tell whether job {job} of this run is still in the queue: {cause}. Nothing was "
         f"submitted. Run the same command again when squeue -j {job} answers, or remove "
@@ -125,7 +126,7 @@ def _unknown(job: str, executor: Any, cause: str) -> ConfigError:
     )
 
 
-def submit(executor: Any, checkpoints: list[str], command: str) -> str:
+def submit(executor: SlurmPipelineExecutor, checkpoints: list[str], command: str) -> str:
     """Submits the jobs, and returns the closing line for the user.
 
     Raises:
@@ -155,7 +156,9 @@ def submit(executor: Any, checkpoints: list[str], command: str) -> str:
     return _closing_line(executor, ",".join(arrays), waiting, checkpoints, command)
 
 
-def _closing_line(executor: Any, arrays: str, waiting: int, checkpoints: list[str], command: str) -> str:
+def _closing_line(
+    executor: SlurmPipelineExecutor, arrays: str, waiting: int, checkpoints: list[str], command: str
+) -> str:
     look = [f"squeue -j {arrays}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
     logs, per_job = Path(executor.slurm_logs_folder).absolute(), executor.tasks_per_job
     elements = plural(math.ceil(waiting / per_job), "array element")

@@ -28,6 +28,7 @@ from datatrove_ckpt.maintenance.inspect import RankStatus
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
 # verify --------------------------------------------------------------------------------------------------------------
@@ -40,13 +41,15 @@ def verify(arguments: argparse.Namespace) -> int:
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        text = orjson.dumps(_as_json(report, arguments.full, code), option=orjson.OPT_INDENT_2).decode()
+        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS  # documents in journals, by chunk
+        text = orjson.dumps(_as_json(report, arguments.full, code), option=options).decode()
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
     say(place.said(text))
     return code
 
 
+@gc_paused()  # commits of many ranks, and no garbage
 def _report(arguments: argparse.Namespace, place: Place) -> Report:
     planned = output_folder_of(place.config)
     return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)

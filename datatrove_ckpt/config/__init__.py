@@ -1,5 +1,6 @@
 """Settings: ``InferenceConfig``, the parameters of requests, and paths."""
 
+from datatrove_ckpt.config import engines as engines
 from datatrove_ckpt.config.inference_config import InferenceConfig
 from datatrove_ckpt.config.monitoring import MonitoringConfig
 from datatrove_ckpt.redaction import EnvironmentSecret

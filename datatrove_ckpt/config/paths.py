@@ -53,3 +53,10 @@ def refuse_variables(setting: str, path: str) -> None:
 def _refuse_tilde(setting: str, path: str, found: Path) -> None:
     if "~" in found.parts:
         raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")
+
+
+def existing_part(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

@@ -34,8 +34,6 @@ from datatrove_ckpt.output.documents import TAG, as_plain, document_fields, dump
 
 # Below the limits of orjson and of Python's stack.
 _DEEPEST = 50
-# How many items of lists and dicts are looked at again because they are in the document several times.
-_REPEATED_ITEMS = 10_000
 
 
 class AsRead(NamedTuple):
@@ -71,8 +69,6 @@ class _AnyWrapper:
     def __init__(self, describe: _Description) -> None:
         self._describe = describe
         self._above: set[int] = set()
-        self._seen: dict[int, object] = {}  # keeps them alive, so that no other object gets their address
-        self._left = _REPEATED_ITEMS
 
     def wrap(self, value: object, depth: int) -> object:
         try:
@@ -87,7 +83,7 @@ class _AnyWrapper:
             return plain if _is_utf8(plain) else {TAG: ["surrogates", _base64(plain.encode("utf-8", "surrogatepass"))]}
         if id(value) in self._above:
             return _named(value, "that holds itself")
-        if depth == 0 or self._is_too_often(value, len(plain)):
+        if depth == 0:
             return _named(value)
         self._above.add(id(value))
         wrapped = self._wrap_items(plain, depth - 1)
@@ -98,13 +94,6 @@ class _AnyWrapper:
         if isinstance(value, dict):
             return {TAG: ["dict", [[self.wrap(key, depth), self.wrap(item, depth)] for key, item in value.items()]]}
         return [self.wrap(item, depth) for item in value]
-
-    def _is_too_often(self, value: object, items: int) -> bool:
-        """Containers that hold each other would take for ever: more than n! paths lead through n of them."""
-        if id(value) in self._seen:
-            self._left -= items
-        self._seen[id(value)] = value
-        return self._left < 0
 
 
 class _Description:
@@ -120,7 +109,7 @@ class _Description:
         except Exception:  # a damaged image, a closed decoder: the rollout may not even look at it
             return _named(value)
 
-    def _facts(self, value: Any) -> str:
+    def _facts(self, value: object) -> str:
         if (image := _loaded("PIL.Image")) and isinstance(value, image.Image):
             return self._image(value)
         if (torch := _loaded("torch")) and isinstance(value, torch.Tensor):

@@ -1,35 +1,461 @@
-"""The user's modules: where they are, what binds their names, and what gives another value at each start.
+"""The user's modules: where they are, what binds their names and uses them, and what differs at each start.
 
-Modules are found and parsed, never imported. This module imports only the standard library: a test runs it alone on
-every Python that it finds.
+Modules are found and parsed, never imported, and nothing is run. ``Uses`` respects scopes: arguments, local variables
+and those of comprehensions are not globals of the same name. Only an import inside a function is taken as if it stood
+at the top, marked as late: the module may not be loaded yet.
+
+This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import os
 import re
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_source import Binding, Definition, Import, Source, dotted, source_of
-from datatrove_ckpt.generation.code_values import cells, digest, folder_of, is_of_machine, is_unstable, wrapped
-from datatrove_ckpt.generation.syntax import write_code
+from datatrove_ckpt.generation.code_values import (
+    Path,
+    cells,
+    digest,
+    folder_of,
+    is_of_machine,
+    is_unstable,
+    key,
+    wrapped,
+)
+from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
 MAIN = ("__main__", "__mp_main__")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
+_BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
+_CHANGING = {
+    *("append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "popleft", "remove", "discard"),
+    *("clear", "appendleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "subtract"),
+}
+TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
+_SHORT = 200
+_WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
+_NO_OWNER = ("", "", "")
 
 
-def is_of_user(file: str | None, module: str | None) -> bool:
+class Import(NamedTuple):
+    """What an import binds: a module, or a name of one. ``late``: inside a function."""
+
+    module: str
+    name: str | None
+    level: int
+    late: bool
+
+
+class Chain(NamedTuple):
+    """``root.a["b"]``: a name that is no local variable, and what is taken of it.
+
+    Attributes:
+        called: the last step is a method.
+        imported: what an import inside the function says of the name.
+    """
+
+    root: str
+    path: tuple[str, ...]
+    called: bool
+    imported: Import | None
+
+
+class _Scope(NamedTuple):
+    """Names that a function or class binds. ``owner``: of a method: the class, its own name, and that of ``self``."""
+
+    is_class: bool
+    names: set[str]
+    imports: dict[str, Import]
+    owner: tuple[str, str, str]
+
+
+class Uses:
+    """What a part of a file uses.
+
+    Attributes:
+        chains: names that are not local, in the order of the source.
+        changed: those that it changes: with True if only in place.
+        rebound: names that it declares as those of another scope.
+        arguments: local names of which it changes what they stand for, each with the paths of what it changes.
+        attributes: that it changes: the class whose method does so, that method, the name, and such a path.
+        words: all names, attributes and texts; the short texts; those that name a text file.
+        writes: it may write files. computes_import: it imports a module whose name it computes.
+        shows_set: it makes a set.
+    """
+
+    def __init__(self, node: ast.AST) -> None:
+        self.chains: dict[Chain, None] = {}
+        self.changed: dict[Chain, bool] = {}
+        self.rebound: set[str] = set()
+        self.arguments: dict[str, set[Path]] = {}
+        self.attributes: set[tuple[str, str, str, Path]] = set()
+        self.words: set[str] = set()
+        self.texts: set[str] = set()
+        self.files: dict[str, None] = {}
+        self.writes = self.computes_import = self.shows_set = False
+        self._waiting: list[tuple[ast.AST, tuple[_Scope, ...]]] = [(node, ())]
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+
+    def _push(self, nodes: Any, scopes: tuple[_Scope, ...]) -> None:
+        self._waiting += [(node, scopes) for node in reversed([one for one in nodes if one is not None])]
+
+    def _visit(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
+        if isinstance(node, Function):
+            args = node.args
+            owner = scopes[-1].owner if scopes else _NO_OWNER
+            if scopes and scopes[-1].is_class:
+                first = [*args.posonlyargs, *args.args][:1]
+                owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
+            inner = (*[one for one in scopes if not one.is_class], _Scope(False, *bound_names(node), owner))
+            self._push(node.body if isinstance(node.body, list) else [node.body], inner)
+            hints = (
+                [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered(node) else []
+            )
+            self._push([*args.defaults, *args.kw_defaults, *getattr(node, "decorator_list", []), *hints], scopes)
+        elif isinstance(node, ast.ClassDef):
+            self._push(node.body, (*scopes, _Scope(True, *bound_names(node), (node.name, "", ""))))
+            self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
+        elif isinstance(node, _COMPREHENSIONS):
+            self.shows_set |= isinstance(node, ast.SetComp)
+            names = {name for part in node.generators for name in _stored(part.target)}
+            begin, *rest = node.generators
+            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            inner = (*scopes, _Scope(False, names, {}, scopes[-1].owner if scopes else _NO_OWNER))
+            self._push([begin.target, *begin.ifs, *rest, *elements], inner)
+            self._push([begin.iter], scopes)
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            self._chain(node, scopes)
+        elif isinstance(node, ast.Call):
+            given = [*node.args, *node.keywords]
+            texts = [getattr(getattr(one, "value", one), "value", getattr(one, "value", one)) for one in given]
+            name = dotted(node.func)[-1:]
+            self.writes |= name == ["open"] and any(re.fullmatch("[wax][bt+]*", str(one)) for one in texts)
+            if name in (["import_module"], ["__import__"]):
+                text = str(texts[0]) if texts and isinstance(texts[0], str) else ""
+                self.computes_import |= not text
+                bound = Import(text.lstrip("."), None, len(text) - len(text.lstrip(".")), True)
+                self.chains |= {Chain(name[0], (), False, bound): None} if text else {}
+            self._push(given, scopes)
+            self._chain(node.func, scopes, node)
+        elif isinstance(node, ast.AnnAssign):  # hints of fields are values
+            is_field = bool(scopes) and scopes[-1].is_class
+            self._push([node.target, node.value, node.annotation if is_field else None], scopes)
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            self.shows_set |= isinstance(node, ast.Set)
+            self._text(node)
+            if isinstance(node, ast.Global) or (isinstance(node, ast.Nonlocal) and len(scopes) == 1):
+                self.rebound |= set(node.names)
+            self._push(ast.iter_child_nodes(node), scopes)
+
+    def _text(self, node: ast.AST) -> None:
+        is_path = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+        parts = [getattr(one, "value", None) for one in (_operands(node) if is_path else [node])]
+        texts = [part for part in parts if isinstance(part, str) and len(part) < _SHORT and "\n" not in part]
+        if isinstance(node, ast.BinOp | ast.Constant) and texts:
+            self.words |= set(texts)
+            self.texts |= set(texts)
+            self.files |= {"/".join(texts): None} if texts[-1].endswith(TEXT_FILES) else {}
+
+    def _chain(self, node: ast.AST, scopes: tuple[_Scope, ...], call: ast.Call | None = None) -> None:
+        steps: list[ast.Attribute | ast.Subscript] = []
+        inner = node
+        while isinstance(inner, ast.Attribute | ast.Subscript):
+            steps.insert(0, inner)
+            inner = inner.value
+        names = [step.attr for step in steps if isinstance(step, ast.Attribute)]
+        self.words |= set(names)
+        self.writes |= not _WRITES.isdisjoint(names)
+        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], scopes)
+        stores = any(not isinstance(getattr(one, "ctx", ast.Load()), ast.Load) for one in [inner, *steps])
+        last = steps[-1].attr if steps and isinstance(steps[-1], ast.Attribute) else ""
+        changes = (stores and bool(steps)) or (call is not None and last in _CHANGING)
+        changed = steps[:-1] if call is not None or not last else steps
+        index = max((number for number, one in enumerate(changed) if isinstance(one, ast.Attribute)), default=-1)
+        owner = scopes[-1].owner if scopes else _NO_OWNER
+        if changes and index >= 0 and owner[1] not in _BUILDERS:
+            is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
+            name = changed[index].attr  # type: ignore[union-attr]
+            self.attributes.add((owner[0] if is_own else "", owner[1], name, _keys(steps[index + 1 :])))
+        if not isinstance(inner, ast.Name):
+            self._push([inner], scopes)
+            return
+        scope = next((one for one in reversed(scopes) if inner.id in one.names or inner.id in one.imports), None)
+        bound = scope.imports.get(inner.id) if scope is not None else None
+        if bound is None and (scope is not None or (stores and not steps)):
+            if scope is not None and changes:
+                self.arguments.setdefault(inner.id, set()).add(_keys(steps))
+            return
+        self.words.add(inner.id)
+        constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
+        whole = all(constant)
+        known = steps if whole else steps[: constant.index(False)]
+        path = [one.attr if isinstance(one, ast.Attribute) else key(one.slice.value) for one in known]  # type: ignore[attr-defined]
+        called = call is not None and whole and bool(path)
+        if called and call is not None and last == "get" and call.args and isinstance(call.args[0], ast.Constant):
+            path[-1], called = key(call.args[0].value), False
+        chain = Chain(inner.id, tuple(path), called, bound)
+        self.chains[chain] = None
+        if changes:
+            self.changed[chain] = not (stores and last and whole)
+
+
+def _keys(steps: Sequence[ast.AST]) -> Path:
+    """The constant keys with which steps begin."""
+    parts = [one.slice if isinstance(one, ast.Subscript) else one for one in steps]
+    return tuple(key(one.value) for one in itertools.takewhile(lambda one: isinstance(one, ast.Constant), parts))  # type: ignore[attr-defined]
+
+
+def _operands(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.BinOp):
+        yield from _operands(node.left)
+        yield node.right
+    else:
+        yield node
+
+
+def _stored(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+
+
+def bound_names(scope: ast.AST) -> tuple[set[str], dict[str, Import]]:
+    """The names that a function or class binds in its own scope, and those that imports in it bind."""
+    names: set[str] = set()
+    imports: dict[str, Import] = {}
+    outer: set[str] = set()
+    waiting: list[ast.AST] = [*ast.iter_child_nodes(scope)]
+    if isinstance(scope, Function):
+        names = {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
+        waiting = [*scope.body] if isinstance(scope.body, list) else [scope.body]
+    names |= {one.name for one in getattr(scope, "type_params", [])}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            names.add(node.name)
+            waiting += node.decorator_list
+        elif isinstance(node, _COMPREHENSIONS):  # of which only := binds here
+            names |= {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= dict(imported(node, late=isinstance(scope, Function)))
+        elif isinstance(node, ast.Global):
+            outer |= set(node.names)
+        elif not isinstance(node, ast.Lambda):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping):
+                names |= {getattr(node, "name", None) or getattr(node, "rest", None) or ""}
+            waiting += ast.iter_child_nodes(node)
+    return names - outer, imports
+
+
+def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[str, Import]]:
+    """The names that an import binds."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level, late)
+        else:
+            full = alias.name if alias.asname else alias.name.partition(".")[0]
+            yield alias.asname or full, Import(full, None, 0, late)
+
+
+def is_registered(node: ast.AST) -> bool:
+    """Its hints choose when it is called, as with functools.singledispatch."""
+    return any(dotted(one)[-1:] == ["register"] for one in getattr(node, "decorator_list", []))
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """``["a", "b"]`` for ``a.b`` and for ``a.b(...)``."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        names += [node.attr] if isinstance(node, ast.Attribute) else []
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return [*([node.id] if isinstance(node, ast.Name) else []), *reversed(names)]
+
+
+class Binding(NamedTuple):
+    """What binds a name of a module. ``tests``: the conditions around it. ``optional``: it may not be run."""
+
+    statement: ast.stmt
+    tests: tuple[ast.expr, ...] = ()
+    imported: Import | None = None
+    optional: bool = False
+
+
+class Source:
+    """A parsed file. Empty if it is none of this Python.
+
+    Attributes:
+        bindings: of its names, in order.
+        changes: statements that change what a name stands for: ``D[k] = v``, ``D.update()``, ``@render.register``.
+        stars: modules of which it imports all names.
+        given: statements that call something with what a name stands for: ``random.shuffle(NAMES)``.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self.tree = parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            self.tree = ast.Module([], [])
+        self.bindings: dict[str, list[Binding]] = {}
+        self.changes: dict[str, list[Binding]] = {}
+        self.stars: list[Import] = []
+        self.given: dict[str, list[Binding]] = {}
+        self._uses: dict[int, Uses] = {}
+        self._classes: dict[str, list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]] = {}
+        self._texts: dict[tuple[int, bool], str] = {}
+        self._collect(self.tree.body, ())
+        for name, bound in [*self.bindings.items()]:  # functions that fill a table of the module, used as decorators
+            for statement in (one.statement for one in bound if isinstance(one.statement, Definition)):
+                for decorator in statement.decorator_list:
+                    self._note_filled(dotted(decorator)[:1], Binding(statement), name)
+
+    def _collect(self, body: list[Any], tests: tuple[ast.expr, ...], optional: bool = False) -> None:
+        for node in body:
+            bound = Binding(node, tests, None, optional)
+            if isinstance(node, _BLOCKS):
+                parts = [
+                    one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ExceptHandler | ast.match_case)
+                ]
+                inner = [getattr(one, name, []) for one in (node, *parts) for name in ("body", "orelse", "finalbody")]
+                outer = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+                for part in inner:
+                    self._collect(part, (*tests, *outer), optional or not isinstance(node, ast.With))
+                items = [one.optional_vars for one in getattr(node, "items", []) if one.optional_vars is not None]
+                for name in set().union(*map(_stored, items)):
+                    self.bindings.setdefault(name, []).append(bound)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                for name, found in imported(node, late=False):
+                    if name == "*":
+                        self.stars.append(found)
+                    else:
+                        self.bindings.setdefault(name, []).append(Binding(node, tests, found, optional))
+            elif isinstance(node, Definition):
+                self.bindings.setdefault(node.name, []).append(bound)
+                for root, *rest in map(dotted, node.decorator_list):
+                    if rest:
+                        self.changes.setdefault(root, []).append(bound)
+            else:
+                for name in bound_names(ast.Module([node], []))[0]:
+                    self.bindings.setdefault(name, []).append(bound)
+                changed = {chain.root for chain in self.uses(node).changed}
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                    called = dotted(node.value.func)
+                    given = {one.id for one in node.value.args if isinstance(one, ast.Name)}
+                    for name in given:
+                        self.given.setdefault(name, []).append(bound)
+                    changed |= (
+                        given if called[-1:] in (["setattr"], ["delattr"]) else {*called[:1]} & self.bindings.keys()
+                    )
+                    self._note_filled(called[:1], bound, "")
+                for name in changed:
+                    self.changes.setdefault(name, []).append(bound)
+
+    def _note_filled(self, called: list[str], bound: Binding, own: str) -> None:
+        """A call at the top of a function that changes a variable of the module."""
+        for name in called:
+            for definition in self.bindings.get(name, []):
+                if isinstance(definition.statement, ast.FunctionDef) and name != own:
+                    uses = self.uses(definition.statement)
+                    for changed in {chain.root for chain in uses.changed} | uses.rebound:
+                        self.changes.setdefault(changed, []).append(bound)
+
+    def uses(self, node: ast.AST) -> Uses:
+        found = self._uses.get(id(node))
+        if found is None:
+            found = self._uses[id(node)] = Uses(node)
+        return found
+
+    def text(self, node: ast.AST, documented: bool) -> str:
+        place = (id(node), documented)
+        if place not in self._texts:
+            self._texts[place] = write_tree(node, documented)
+        return self._texts[place]
+
+    @functools.cached_property
+    def definitions(self) -> dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]]:
+        """Functions and classes by name and first line, each with the statement around it."""
+        found: dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]] = {}
+        waiting: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
+        while waiting:
+            node, statement = waiting.pop()
+            if isinstance(node, Function | ast.ClassDef):
+                first = (getattr(node, "decorator_list", None) or [node])[0]
+                found.setdefault((getattr(node, "name", "<lambda>"), first.lineno), []).append((node, statement))
+            inner = node if isinstance(node, ast.stmt) else statement
+            waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+        return found
+
+    def classes(self, name: str) -> list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]:
+        """Classes of this name, each with what is assigned in it: to its attributes, and to those of objects."""
+        if name not in self._classes:
+            found = [one for place, pairs in self.definitions.items() if place[0] == name for one, _ in pairs]
+            self._classes[name] = [(one, [*_assigned(one)]) for one in found if isinstance(one, ast.ClassDef)]
+        return self._classes[name]
+
+    @functools.cached_property
+    def codes(self) -> dict[tuple[str, str], list[int]]:
+        """The lines of functions, by their name and by what this Python compiles from them."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for code in nested_codes(compile_tree(self.tree)):
+            found.setdefault((code.co_name, write_code(code)), []).append(code.co_firstlineno)
+        return found
+
+    def find(self, code: types.CodeType, edited: bool) -> ast.AST | None:
+        """The function of which this is the code: by its line, or, if the file was edited, by its bytecode."""
+        line = code.co_firstlineno
+        if edited:
+            lines = self.codes.get((code.co_name, write_code(code)), [])
+            line = min(lines, key=lambda one: abs(one - line), default=-1)
+        found = self.definitions.get((code.co_name, line), [])
+        counts = [code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount]
+        found = [pair for pair in found if isinstance(pair[0], Function) and counts == _counts(pair[0].args)]
+        # Lambdas that begin in one line cannot be told apart. The statement around them says what each of them is for.
+        return None if not found else found[0][0] if len(found) == 1 else found[0][1]
+
+
+def _assigned(node: ast.ClassDef) -> Iterator[tuple[ast.stmt, set[str]]]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            names = [one for target in targets for one in ast.walk(target)]
+            attributes = {one.attr for one in names if isinstance(one, ast.Attribute)}
+            own = {one.id for one in names if isinstance(one, ast.Name)} if part in node.body else set()
+            if attributes | own:
+                yield part, attributes | own
+
+
+def _counts(args: ast.arguments) -> list[int]:
+    return [len(args.posonlyargs), len(args.posonlyargs + args.args), len(args.kwonlyargs)]
+
+
+@functools.lru_cache(maxsize=512)
+def source_of(text: str) -> Source:
+    """The parsed file with this text."""
+    return Source(text)
+
+
+# modules --------------------------------------------------------------------------------------------------------------
+
+
+def _is_of_user(file: str | None, module: str | None) -> bool:
     """Whether a file is the user's own, and none of an installed package, of the standard library or of this package.
 
     Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) is nobody's.
@@ -88,7 +514,7 @@ class Project:
 
     def _is_users_file(self, file: str | None, module: str | None) -> bool:
         is_cell = str(file).startswith("<ipython-input")
-        return is_cell or is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
+        return is_cell or _is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
 
     def owns(self, thing: Any) -> bool:
         """Whether a function, class or module is of the user."""
@@ -255,26 +681,6 @@ def fingerprint(thing: Any) -> str:
     if isinstance(thing, str | int | float | bytes | None):
         return repr(thing)
     return type(thing).__qualname__
-
-
-def is_away(thing: Any) -> bool:
-    """Whether a pickle brought a function by value into a program that has not loaded its file."""
-    if isinstance(thing, functools.partial | dict | list | tuple):
-        parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
-        return any(map(is_away, parts.values() if isinstance(parts, dict) else parts))
-    thing = getattr(thing, "__func__", thing)
-    if not isinstance(thing, types.FunctionType):
-        cls = thing if isinstance(thing, type) else type(thing)
-        return any(is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType))
-    loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
-    file = thing.__code__.co_filename
-    is_here = loaded is not None and vars(loaded) is thing.__globals__ and getattr(loaded, "__file__", file) == file
-    return not is_here and not is_importable(thing)
-
-
-def is_of_pipeline(thing: Any) -> bool:
-    """Whether a function or class is datatrove's or ours."""
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
 
 
 def is_importable(function: types.FunctionType) -> bool:

@@ -95,12 +95,12 @@ class Plain:
         left: what was taken away of them, because it changes while the rollout runs.
     """
 
-    def __init__(self, is_users: Callable[[Any], bool], left_out: Callable[[type], LeftOut], *folders: str) -> None:
+    def __init__(self, is_users: Callable[[object], bool], left_out: Callable[[type], LeftOut], *folders: str) -> None:
         self.form: list[str] = []
-        self.code: list[Any] = []
+        self.code: list[object] = []
         self.is_opaque = self.is_pacing = False
         self.cause = ""
-        self.left: list[Any] = []
+        self.left: list[object] = []
         self._again = functools.partial(Plain, is_users, left_out, *folders)
         self._is_users, self._left_out = is_users, left_out
         self._folders = [re.escape(folder) for folder in sorted(folders, key=len, reverse=True) if len(folder) > 1]
@@ -206,7 +206,7 @@ class Plain:
         self.is_opaque, self.is_pacing = True, self.is_pacing or kind.__module__.partition(".")[0] in _PACING
         return f"<{type_name(kind)}>"
 
-    def _mapping(self, value: Mapping[Any, Any], kind: type) -> Any:
+    def _mapping(self, value: Mapping[object, object], kind: type) -> Any:
         if isinstance(value, collections.ChainMap):
             return self.of(value.maps)
         names = [name if type(name) is str else json.dumps(self.of(name)) for name in value]
@@ -215,7 +215,7 @@ class Plain:
         parts = [*zip(names, value.values(), strict=True), *factory.items()]
         return {name: self.of(part) for name, part in parts}
 
-    def _found(self, thing: Any) -> None:
+    def _found(self, thing: object) -> None:
         if self._is_users(thing) and thing not in self.code:
             self.code.append(thing)
 
@@ -247,7 +247,7 @@ def without(value: Any, paths: Collection[Path], left: list[Any] | None = None) 
     return value
 
 
-def attributes(value: Any, left_out: LeftOut, left: list[Any] | None = None) -> dict[str, Any]:
+def attributes(value: object, left_out: LeftOut, left: list[object] | None = None) -> dict[str, object]:
     """Of an object: those in its dict and in slots. Left out is what changes: an attribute, or parts of it."""
     found = {}
     for cls in type(value).__mro__:
@@ -267,7 +267,7 @@ def folder_of(file: str) -> str:
     return os.path.dirname(os.path.abspath(file)) if file and not file.startswith("<") else ""  # noqa: PTH100, PTH120
 
 
-def cells(function: types.FunctionType) -> list[tuple[str, Any]]:
+def cells(function: types.FunctionType) -> list[tuple[str, object]]:
     """The variables of enclosing functions, without those that are not filled yet."""
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -276,7 +276,7 @@ def cells(function: types.FunctionType) -> list[tuple[str, Any]]:
     return found
 
 
-def wrapped(thing: Any) -> Any:
+def wrapped(thing: object) -> Any:
     """What ``functools`` says that a function is around; None if it is around nothing."""
     try:
         return None if isinstance(thing, type) else object.__getattribute__(thing, "__dict__").get("__wrapped__")

@@ -29,15 +29,21 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, absolute, fingerprint, is_importable
-from datatrove_ckpt.generation.code_source import (
+from datatrove_ckpt.generation.code_modules import (
+    MAIN,
+    PIPELINE,
     TEXT_FILES,
     Binding,
     Definition,
     Function,
     Import,
+    Module,
+    Project,
+    absolute,
     bound_names,
     dotted,
+    fingerprint,
+    is_importable,
 )
 from datatrove_ckpt.generation.code_values import (
     LEFT,
@@ -84,11 +90,11 @@ class Description(NamedTuple):
         left: what is not compared, and why.
     """
 
-    fields: dict[str, Any]
+    fields: dict[str, object]
     notes: dict[str, str]
-    own: dict[str, Any]
+    own: dict[str, object]
     counts: dict[str, int]
-    edges: list[tuple[Any, ...]]
+    edges: list[tuple[object, ...]]
     state: frozenset[tuple[str, ...]]
     documented: bool
     left: list[str]
@@ -112,7 +118,7 @@ class _Found:
         self.label, self.where, self.own = label, where, own
         self.texts: list[str] = []
         self.bytecode: list[str] = []
-        self.values: dict[str, tuple[Any, list[str]]] = {}
+        self.values: dict[str, tuple[object, list[str]]] = {}
         self.files: dict[tuple[str, str], None] = {}
         self.is_code = self.root = self.runs = self.writes = self.no_files = False
         self.paths: dict[tuple[str, ...], None] = {}
@@ -135,18 +141,18 @@ class Walk:
         self.state: set[tuple[str, ...]] = set()
         self.saw_describing = False
         self._before = before
-        self._found: dict[Any, _Found] = {}
+        self._found: dict[object, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
         self._attributes: set[tuple[str, str, str, Path]] = set()
         self._running: set[str] = set()
         self._waiting: tuple[collections.deque[Callable[[], None]], ...] = (collections.deque(), collections.deque())
-        self._edges: dict[tuple[Any, ...], None] = {}
+        self._edges: dict[tuple[object, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
         self._changing: dict[type, LeftOut] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
-    def _use(self, origin: _Found, module: Module, node: ast.AST, runs: bool, cells: Mapping[str, Any]) -> None:
+    def _use(self, origin: _Found, module: Module, node: ast.AST, runs: bool, cells: Mapping[str, object]) -> None:
         """Follows what a part of a module names."""
         uses = module.source.uses(node)
         decorators = [module.source.uses(one) for one in getattr(node, "decorator_list", [])]
@@ -437,7 +443,7 @@ class Walk:
             self._add(found, f".{name}", value, changed.get(name, ()), cause, module.file)
 
     def _add(
-        self, found: _Found, name: str, value: Any, changed: Collection[Path] = (), cause: str = "", file: str = ""
+        self, found: _Found, name: str, value: object, changed: Collection[Path] = (), cause: str = "", file: str = ""
     ) -> None:
         """A value that belongs to something: of an enclosing function, an argument, an attribute.
 
@@ -465,7 +471,7 @@ class Walk:
         """Follows the user's functions and classes in values. False: the source of one is that of the value."""
         return False not in [self._reach_value(found, one) for one in plain.code]
 
-    def root(self, label: str, thing: Any, changed: Mapping[str, Collection[Path]]) -> None:
+    def root(self, label: str, thing: object, changed: Mapping[str, Collection[Path]]) -> None:
         """Begins at a function, object, class, or dict of values.
 
         Args:
@@ -483,7 +489,7 @@ class Walk:
         if thing is not None:
             self._root(origin, label, thing)
 
-    def _root(self, origin: _Found, label: str, thing: Any) -> None:
+    def _root(self, origin: _Found, label: str, thing: object) -> None:
         inner = thing
         while (below := wrapped(inner)) is not None:
             inner = below
@@ -508,7 +514,7 @@ class Walk:
             for name, value in sorted(attributes(thing, unstable).items()) if cls is not thing else ():
                 self._add(origin, f".{name}", value, left_out.get(name) or ())
 
-    def _count_as_users(self, thing: Any) -> None:
+    def _count_as_users(self, thing: object) -> None:
         """The package of a root is the user's, even if it is installed."""
         package = str(thing.__module__).partition(".")[0]
         if not self._user.owns(thing) and package not in {*PIPELINE, *sys.stdlib_module_names}:
@@ -569,7 +575,7 @@ class Walk:
             number = f" ({counts[found.label]})" if counts[found.label] > 1 else ""
             base = found.label if found.root else f"{USED}{found.label}{number}"
             own_counts = own_counts | {found.label: counts[found.label]} if found.own else own_counts
-            made: dict[str, Any] = {}
+            made: dict[str, object] = {}
             if found.bytecode:
                 made[f"{base} code"] = f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
             elif found.texts:
@@ -602,7 +608,7 @@ class Walk:
         return None
 
 
-def describe(things: Mapping[str, Any], before: Description | None = None) -> Description:
+def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
     """Describes what begins at these functions and objects, by their field.
 
     Args:
@@ -617,7 +623,7 @@ def describe(things: Mapping[str, Any], before: Description | None = None) -> De
             gc.enable()
 
 
-def _describe(things: Mapping[str, Any], before: Description | None) -> Description:
+def _describe(things: Mapping[str, object], before: Description | None) -> Description:
     project, changed = Project(), arguments_changed(things.get("rollout_fn"))
     state, documented = (before.state, before.documented) if before is not None else (_NOTHING, False)
     while True:
@@ -632,7 +638,7 @@ def _describe(things: Mapping[str, Any], before: Description | None) -> Descript
         state, documented = grown
 
 
-def arguments_changed(function: Any) -> dict[str, set[Path]]:
+def arguments_changed(function: object) -> dict[str, set[Path]]:
     """The arguments of a function or of an object's call of which it changes what they stand for, with what of it."""
     while isinstance(function, functools.partial) or wrapped(function) is not None:
         function = function.func if isinstance(function, functools.partial) else wrapped(function)
@@ -645,7 +651,7 @@ def arguments_changed(function: Any) -> dict[str, set[Path]]:
     return module.source.uses(node).arguments if node is not None else {}
 
 
-def _follow(value: Any, path: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+def _follow(value: object, path: tuple[str, ...]) -> tuple[object, tuple[str, ...]]:
     """The part of plain data that a path leads to, and the steps that were gone."""
     for index, step in enumerate(path):
         if isinstance(value, Mapping) and step.startswith("["):
@@ -670,7 +676,7 @@ def _shortest(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return found
 
 
-def _order_of_set(module: Module, statements: list[Binding], value: Any) -> str:
+def _order_of_set(module: Module, statements: list[Binding], value: object) -> str:
     if isinstance(value, str | list | tuple):
         for bound in statements:
             uses = module.source.uses(bound.statement)

@@ -34,10 +34,9 @@ from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.step import OnDocumentError
 from datatrove_ckpt.generation.user_code import NotAwaitable
-from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.readers.positions import position_state
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVarTuple
 
 import orjson
+import xxhash
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
@@ -27,19 +29,15 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     TooManyOpenFiles,
 )
-from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.generation.seeds import request_seed
-from datatrove_ckpt.generation.user_frames import called_at
+from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.transport import REJECTED
-from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 
@@ -292,7 +290,7 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
         result = InferenceResult(**orjson.loads(answer.result))
         return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
-    if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
+    if int(status) not in retrying.REJECTED:  # 0.1 kept a 402 or a 405 like a 400
         return None
     raise RequestRejected(int(status), body, remembered=True)
 
@@ -305,3 +303,84 @@ def _to_json(completion: Completion) -> bytes:
         "reasoning": completion.reasoning,
     }
     return trim(orjson.dumps(fields))
+
+
+def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:
+    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all take: 0 to 2**31 - 1.
+
+    Engines that honour seeds then sample the same when a request is sent again, after a kill or a server's death. One
+    seed for all would not do: two rollouts of a document, or two equal calls of one, would be one sample.
+
+    Args:
+        seed: the run's, ``InferenceConfig.seed``.
+        ordinal, doc_id: the document. Ids may repeat in an input, on purpose: the ordinal tells them apart.
+        digest: the payload's, without a seed. The n-th call would depend on the order of parallel calls.
+        occurrence: counts equal payloads within one rollout, from 0.
+    """
+    request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
+    return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)
+
+
+# The drain of an early stop -------------------------------------------------------------------------------------------
+#
+# It decides when no more document can finish. During a drain no new request is sent. A document that needs another
+# request cannot finish now; its answers so far are kept. The drain is over when no request is in flight and every
+# document in work waits for one that is not sent. If a rollout does something else then (computes, sleeps, calls
+# another service), it has ``_GRACE_SECONDS`` more.
+
+_GRACE_SECONDS = 2.0
+
+
+class Drain:
+    """Counts the documents in work, and how many of them wait for an answer.
+
+    Attributes:
+        documents: documents in work.
+    """
+
+    def __init__(self) -> None:
+        self.documents = 0
+        self._active = False
+        self._waiting = 0
+        self._client: CompletionClient | None = None
+        self._over = asyncio.Event()
+        self._grace_started = False
+
+    def document_started(self) -> None:
+        self.documents += 1
+
+    def document_finished(self) -> None:
+        self.documents -= 1
+        self._schedule_check()
+
+    def request_started(self) -> None:
+        """A document has started to wait for answers, for one or for several at once."""
+        self._waiting += 1
+        self._schedule_check()
+
+    def request_finished(self) -> None:
+        """A document has stopped waiting: its rollouts have all answers that they have requested."""
+        self._waiting -= 1
+
+    async def until_over(self, client: CompletionClient | None) -> None:
+        """Returns when no more document can finish, now that a stop is requested. None: no server is ready."""
+        self._active, self._client = True, client
+        if client is not None:
+            client.router.on_release = self._schedule_check
+        self._schedule_check()
+        await self._over.wait()
+
+    def _schedule_check(self) -> None:
+        if self._active:
+            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        in_flight = self._client.router.in_flight if self._client is not None else 0
+        if in_flight:
+            return
+        if self._waiting == self.documents:
+            self._over.set()
+        elif not self._grace_started:
+            self._grace_started = True
+            asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._over.set)

@@ -12,40 +12,44 @@ from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
+from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.shares import read_shares
+from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.messages import RankMessages
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
+from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import Progress
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
-from datatrove_ckpt.generation.rank_output import check_output_of_rank, refuse_strangers_without_checkpoint
-from datatrove_ckpt.generation.rank_share import open_source
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.shared_context import shared_arguments
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared
+from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
-from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.arrow import prepare_arrow
+from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.writers import check_rank_in_template, check_writable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
 from datatrove_ckpt.process.parent_watch import die_with_parent, watch_managers
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.readers.pipeline import StepStats
+from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.readers.pipeline import StepStats, steps_before
+from datatrove_ckpt.readers.revisions import Revisions
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -214,3 +218,121 @@ class _Run:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
             documents.close()
+
+
+def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:
+    """A rank's documents. To be called with the rank's lock, so that no ``reshard`` changes its share meanwhile.
+
+    Args:
+        rank: None: there is no checkpoint.
+
+    Raises:
+        CheckpointCorrupt, StorageFailed: ``shares.json`` cannot be read.
+    """
+    root = None if rank is None else step.checkpoints_root
+    revisions = None if root is None else Revisions(root)
+    # The dead letters that a retry reads are no part of the input that ranks share.
+    shares = None if root is None or step.retry_dead_letters else read_shares(root)
+    share = None if shares is None or rank is None else shares.of(rank)
+    return DocumentSource(
+        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, share
+    )
+
+
+def check_output_of_rank(writer: DiskWriter, documents: Iterable[Document], world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: several tasks would write one file, or the next start would read the output as input.
+    """
+    check_rank_in_template(writer, world_size)
+    refuse_own_output((step for step, _, _ in steps_before(documents)), writer)
+
+
+def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
+    """Refuses a rank that keeps no checkpoint while files are there that it would not overwrite. Local folders only.
+
+    Raises:
+        OutputMismatch: names some of them.
+    """
+    if writer.output_folder.is_local():
+        nowhere = Path("no checkpoint")
+        check, commits = OutputCheck(writer, nowhere), RankCommits(nowhere, rank)
+        check.refuse_strangers(commits, check.look([commits], rank))
+
+
+# What a rank logs at its start and its end ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankMessages:
+    """The log lines of one rank.
+
+    Attributes:
+        folder: its ``checkpoints_local_dir``; None: it has no checkpoint.
+        retrying: it processes dead letters.
+    """
+
+    rank: int
+    folder: str | None
+    checkpoint: Checkpoint
+    progress: Progress
+    retrying: bool = False
+
+    def started(self) -> None:
+        """Warns of missing locks, and says what is resumed."""
+        if not self.checkpoint.has_locks:
+            logger.warning(
+                f"{self.folder} has no working file locks: do not start a second process for rank {self.rank}. A "
+                "second process takes over the rank, and this one stops before its next write."
+            )
+        point = self.checkpoint.resumed
+        if not point.is_fresh:
+            done, written = plural_is(point.finished.read, "document"), point.counts.written
+            answers = "1 answer waits" if point.answers == 1 else f"{point.answers} answers wait"
+            logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
+
+    def stopped(self, shutdown: Shutdown) -> None:
+        """A stop was requested."""
+        if self.checkpoint.error is not None:
+            logger.error(f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}")
+        if self.folder is None:
+            saved = ". There is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
+        elif self.checkpoint.error is not None:
+            saved = (
+                ". What was saved before that stays. Correct the cause, and run the same command again to resume; the "
+                "rest is done again."
+            )
+        else:
+            given_up = f"{plural(shutdown.given_up, 'request')} in flight {'was' if shutdown.given_up == 1 else 'were'}"
+            saved = (
+                f", saved: {plural(self.progress.documents, 'document')} of this run and every answer. "
+                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command again to resume."
+            )
+        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause} after {shutdown.seconds:.1f} s{saved}")
+
+    def done(self, where: str) -> None:
+        """All documents are in the output folder, which is named."""
+        counts = self.checkpoint.counts
+        if counts.dropped == counts.read > 0:
+            logger.warning(
+                f"Rank {self.rank}: the rollout returned None for each document, which drops it, so none is in the "
+                "output. Does the rollout lack a return?"
+            )
+        if not counts.read:
+            logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
+            return
+        logger.success(
+            f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to {where} "
+            f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); {plural(counts.requests, 'request')}, "
+            f"of which {self.progress.sent} {'was' if self.progress.sent == 1 else 'were'} sent in this run, "
+            f"{plural(counts.prompt_tokens, 'prompt token')}, {plural(counts.completion_tokens, 'completion token')}."
+            f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
+        )
+
+    def _again(self, dead: int) -> str:
+        """What the same command would do."""
+        if self.folder is None:
+            return "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+        if self.retrying and dead:
+            return f"If you run the same command again, it tries {plural(dead, 'dead letter')} once more."
+        return "If you run the same command again, it has nothing to do."

@@ -48,14 +48,6 @@ def naming_mirror(step: Step) -> Iterator[None]:
         ) from error
 
 
-def mirror_finished_ranks(step: Step, root: Path) -> None:
-    """Uploads the finished ranks that the mirror lacks, if there is one. See ``upload_finished_ranks``."""
-    if step.checkpoints_remote_dir is not None:
-        from datatrove_ckpt.mirror.changing import upload_finished_ranks
-
-        upload_finished_ranks(step.checkpoints_remote_dir, root)
-
-
 def open_mirror(
     step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
 ) -> RemoteMirror | None:

@@ -11,9 +11,11 @@ so such a function is described as this process has imported it.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,28 +26,12 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.code_modules import fingerprint, is_away, is_of_pipeline
+from datatrove_ckpt.config.inference_config import Engine, dashed_names
+from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
 from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
-# The flags of a server that change its answers.
-_ANSWERING_FLAGS = {
-    "chat-template",
-    "dtype",
-    "generation-config",
-    "hf-overrides",
-    "lora-modules",
-    "override-generation-config",
-    "quantization",
-    "reasoning-parser",
-    "revision",
-    "rope-scaling",
-    "seed",
-    "server-script",
-    "tokenizer",
-    "tool-call-parser",
-}
 _PROCESS = secrets.token_hex(8)
 _VERSION = 3
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
@@ -63,7 +49,7 @@ class CodeIdentity:
     """
 
     made: Description | None
-    """None: an earlier version pickled the step. What it says of the code cannot be compared."""
+    """None: the code could not be described, so it is not compared."""
     fingerprint: str = ""
     """Of the functions and objects that were described."""
     process: str = ""
@@ -75,11 +61,7 @@ class CodeIdentity:
     def fields(self) -> dict[str, Any]:
         return {} if self.made is None else self.made.fields
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({"made": None, **{name: state[name] for name in state if name in _PICKLED}})
 
-
-_PICKLED = ("made", "fingerprint", "process", "mark")
 _described: dict[tuple[str, str], CodeIdentity] = {}
 """What this process has found for steps that another one made: a rank that ends may have changed its state."""
 
@@ -87,29 +69,28 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 def code_identity(
     rollout_fn: Any,
     shared_context: Any,
-    when_made: CodeIdentity | dict[str, Any] | None = None,
+    when_made: CodeIdentity | None = None,
     output_writer: Any = None,
 ) -> CodeIdentity:
     """Describes the user's code.
 
     Args:
         when_made: what this gave in the process that made the job, possibly long ago and on another machine. What was
-            pickled by value is described as it was then. A dict in a step that was pickled by 0.1.0. None: the job is
-            being made now.
+            pickled by value is described as it was then. None: the job is being made now.
         output_writer: its adapter is code of the user, too.
     """
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
-    if when_made is not None and (not isinstance(when_made, CodeIdentity) or when_made.made is None):
-        return CodeIdentity(None)
+    if when_made is not None and when_made.made is None:
+        return when_made
     before = None
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        before = when_made.made if any(map(is_away, things.values())) else None
+        before = when_made.made if any(map(_is_away, things.values())) else None
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
@@ -129,18 +110,38 @@ def code_of(thing: Any) -> dict[str, str]:
     Each Python has other bytecode, so its name says which.
     """
     try:
-        fields = {} if is_of_pipeline(thing) else describe({"step": thing}).fields
+        fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
     except Exception:
         return {}
     python = f" in {sys.implementation.cache_tag}" if any(map(is_bytecode, fields.values())) else ""
     return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
+def _is_away(thing: Any) -> bool:
+    """Whether a pickle brought a function by value into a program that has not loaded its file."""
+    if isinstance(thing, functools.partial | dict | list | tuple):
+        parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
+        return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
+    thing = getattr(thing, "__func__", thing)
+    if not isinstance(thing, types.FunctionType):
+        cls = thing if isinstance(thing, type) else type(thing)
+        return any(_is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType))
+    loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
+    file = thing.__code__.co_filename
+    is_here = loaded is not None and vars(loaded) is thing.__globals__ and getattr(loaded, "__file__", file) == file
+    return not is_here and not is_importable(thing)
+
+
+def _is_of_pipeline(thing: Any) -> bool:
+    """Whether a function or class is datatrove's or ours."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
+
+
 def _of_writer(writer: Any) -> dict[str, Any]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
-    found = {} if adapter is None or is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
-    return found if writer is None or is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
+    found = {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
+    return found if writer is None or _is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
 
 
 def _shown(made: Description, writer: Any) -> Description:
@@ -189,17 +190,17 @@ def run_identity(
     return RunIdentity(fields, {**notes, "output_folder": _MOVED_NOTE}, how_to_accept)
 
 
-def answering_flags(model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The flags of a server that change its answers, by their names in alphabetical order."""
-    flags = {name.replace("_", "-"): value for name, value in (model_kwargs or {}).items()}
-    return {name: flags[name] for name in sorted(_ANSWERING_FLAGS & set(flags))}
+    flags = dashed_names(model_kwargs)
+    return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 
 
 def _config_fields(config: InferenceConfig) -> dict[str, Any]:
-    flags = answering_flags(config.model_kwargs)
+    flags = answering_flags(config.engine, config.model_kwargs)
     return {
         "model": config.model_name_or_path,
-        "canned_answers": config.server_type == "dummy",
+        "canned_answers": config.engine.is_canned,
         "use_chat": config.use_chat,
         "default_generation_params": _plain(config.default_generation_params),
         "model_kwargs": {name: _plain(value) for name, value in flags.items()},

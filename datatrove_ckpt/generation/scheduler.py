@@ -13,31 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import NoReturn
 
 from datatrove.data import Document
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
-from datatrove_ckpt.generation.document_tasks import DocumentTasks
-from datatrove_ckpt.generation.drain import Drain
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Requests, summarize
+from datatrove_ckpt.generation.generate import Answers, Drain, Requests, summarize
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import Progress
-from datatrove_ckpt.generation.stop import stop_when_requested
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers.interface import wait_until_cancelled
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.forks import end_fork
-from datatrove_ckpt.process.shutdown import Shutdown, StopState
+from datatrove_ckpt.process.shutdown import Shutdown, StopState, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
@@ -273,3 +271,117 @@ class Scheduler:
     ) -> Finished:
         self.observer.finished()
         return summarize(slot.ordinal, outcome, source.fingerprint, document, requests, kept)
+
+
+# The tasks of documents -----------------------------------------------------------------------------------------------
+#
+# A rank can leave them behind. ``asyncio.TaskGroup`` waits without a limit for a task that swallows its cancellation,
+# as ``while True: try: ... except BaseException: pass`` does. A rank must end all the same: when it fails, when it is
+# preempted, before Slurm kills it.
+
+# Seconds between two cancellations. Their sum is what a rollout has for its clean-up.
+_PATIENCE = (0.2, 0.8, 2.0, 2.0)
+_PATIENCE_FAST = (0.2, 0.8)
+
+
+class DocumentTasks:
+    """Starts a task for each document, and ends those that are left."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ended = False
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
+        """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""
+        self._tasks[ordinal] = self._loop.create_task(work)
+
+    def done(self, ordinal: int) -> None:
+        # A callback of the task would take a turn of the event loop of its own.
+        self._tasks.pop(ordinal, None)
+
+    async def end(self, fast: bool) -> None:
+        """Cancels the tasks that are left, several times if need be, and leaves behind those that ignore that.
+
+        Args:
+            fast: wait a second instead of five.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        patience = _PATIENCE_FAST if fast else _PATIENCE
+        for seconds in patience:
+            for task in self._left():
+                task.cancel()
+            if left := self._left():
+                await asyncio.wait(left, timeout=seconds)
+        if left := self._left():
+            logger.error(
+                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are left behind. "
+                "A rollout must let asyncio.CancelledError out: write `except Exception`, not `except BaseException`."
+            )
+
+    def _left(self) -> list[asyncio.Task[None]]:
+        return [task for task in self._tasks.values() if not task.done()]
+
+
+# An early stop, in order ----------------------------------------------------------------------------------------------
+#
+# What was requested, and how quickly it must be done, is in the rank's ``Shutdown``.
+
+# How long a drain waits for complete chunks to be published.
+_PUBLISH_WAIT_SECONDS = 5.0
+
+
+async def stop_when_requested(rank: Scheduler, serving: asyncio.Task[None]) -> NoReturn:
+    """Waits until a stop is requested, and stops the rank.
+
+    Args:
+        serving: starts, watches and, when it is cancelled, stops the servers.
+
+    Raises:
+        Preempted: always.
+    """
+    shutdown, checkpoint = rank.shutdown, rank.checkpoint
+    await shutdown.requested()
+    # From now on no document is admitted, and the router sends no request: both look at the shutdown.
+    client = rank.client.result() if rank.client.done() else None
+    if client is None:
+        serving.cancel()  # a model may need minutes to load
+    else:
+        logger.warning(
+            f"{shutdown.cause}: {client.stats.in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
+            f"answered; {shutdown.hurried_by} ends the wait at once."
+        )
+    lost, cancelled = (client.stats.lost, client.stats.cancelled) if client is not None else (0, 0)
+    # 1. Requests in flight are answered, and complete chunks published, until the deadline.
+    try:
+        shutdown.late = not await shutdown.wait_for(_drained(rank, client))
+    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
+        if client is not None:
+            shutdown.given_up = client.stats.in_flight + client.stats.lost - lost + client.stats.cancelled - cancelled
+        raise
+    if client is not None:
+        shutdown.given_up = client.stats.in_flight + client.stats.lost - lost
+    # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
+    shutdown.abort()
+    if client is not None:  # else it was cancelled above; a second time would cut its end off
+        serving.cancel()
+    await rank.documents.end(shutdown.is_fast)
+    # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
+    with shutdown.closing():
+        await asyncio.wait([serving])
+        # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
+        checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
+        await asyncio.to_thread(checkpoint.close)
+    # 5. The old signal handlers get the signals: see process/preemption.py.
+    shutdown.raise_preempted()
+
+
+async def _drained(rank: Scheduler, client: CompletionClient | None) -> None:
+    rank.checkpoint.hurry()
+    await rank.drain.until_over(client)
+    with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
+        async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
+            while rank.checkpoint.publishing:
+                await rank.next_change()

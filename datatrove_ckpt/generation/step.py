@@ -1,60 +1,209 @@
-"""An ``InferenceRunner``, as the rooms below it see it: its settings, which its own docstring explains."""
+"""The settings of an ``InferenceRunner``, which its own docstring explains; and what a pickle of it holds besides."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from fsspec.utils import get_protocol
+from loguru import logger
+from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
+from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation import script_names
+from datatrove_ckpt.generation.raised_errors import called_at
+from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity, run_identity
+from datatrove_ckpt.generation.script_names import secrets_in
+from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
+from datatrove_ckpt.mirror.object_store import check_url
+from datatrove_ckpt.output.folders import check_output_folder
+from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub_writers import with_our_uploads
+from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.task_errors import safe_log
+from datatrove_ckpt.redaction import Veiled
+from datatrove_ckpt.rollouts import Rollout, for_config
 
 if TYPE_CHECKING:
-    from datatrove.pipeline.writers.disk_base import DiskWriter
-
-    from datatrove_ckpt.checkpoint.fields import RunIdentity
-    from datatrove_ckpt.checkpoint.interval import Seconds
-    from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-    from datatrove_ckpt.generation.shared_context import SharedContext
-    from datatrove_ckpt.output.hub_pace import CommitPace
     from datatrove_ckpt.readers.steps import StepRecord
-    from datatrove_ckpt.rollouts import Rollout
 
 OnDocumentError = Literal["stop", "dead_letter"]
+_NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 
+@dataclass(eq=False, repr=False)
 class Step(PipelineStep):
+    """What is no argument is told by who starts an executor: see preflight, and the command line."""
+
     rollout_fn: Rollout
     config: InferenceConfig
     output_writer: DiskWriter
-    shared_context: SharedContext
-    checkpoints_local_dir: str | None
-    checkpoints_remote_dir: str | None
-    records_per_chunk: int
-    metadata_key: str
-    skip_bad_requests: bool
-    on_document_error: OnDocumentError
-    max_dead_letters: int | None
-    retry_dead_letters: bool
-    retry_errors: bool
-    accept_changes: bool
-    keep_answers: bool = False  # of steps that an earlier version has pickled
-    seek: bool | None
-    sync_seconds: Seconds
-    mirror_seconds: Seconds
-    drain_seconds: float
-    drain_signals: Sequence[str]
-    hub_pace: CommitPace
-    monitoring: MonitoringConfig
-    steps_before: list[StepRecord] | None = None  # who starts an executor tells it, see preflight
-    how_to_accept: str = "pass accept_changes=True to InferenceRunner"  # the command line has other words
+    shared_context: SharedContext = None
+    checkpoints_local_dir: str | None = None
+    records_per_chunk: int = 6000
+    metadata_key: str = "rollout_results"
+    skip_bad_requests: bool = False
+    on_document_error: OnDocumentError = "stop"
+    max_dead_letters: int | None = None
+    retry_dead_letters: bool = False
+    seek: bool | None = None
+    sync_seconds: Seconds = 1.0
+    drain_seconds: float = DRAIN_SECONDS
+    drain_signals: Sequence[str] = SIGNALS
+    retry_errors: bool = False
+    accept_changes: bool = False
+    checkpoints_remote_dir: str | None = None
+    mirror_seconds: Seconds = 60.0
+    hub_commit_seconds: float = 300.0
+    hub_commits_per_hour: int = 112
+    monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
+    keep_answers: bool = False
+    hub_pace: CommitPace = field(init=False)
+    steps_before: list[StepRecord] | None = field(default=None, init=False)
+    how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
+
+    _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        safe_log()
+        if not hasattr(self.config, "server_type"):
+            kind = type(self.config).__name__
+            raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
+        if not isinstance(self.config, InferenceConfig):
+            self.config = InferenceConfig.from_datatrove(self.config)
+        self.output_writer = with_our_uploads(self.output_writer)
+        if self.checkpoints_local_dir is not None:
+            self.checkpoints_local_dir = str(self.checkpoints_local_dir)
+        self.drain_signals = check_signals(self.drain_signals)
+        self.checkpoints_remote_dir = (self.checkpoints_remote_dir or "").rstrip("/") or None
+        self.hub_pace = CommitPace(self.hub_commit_seconds, self.hub_commits_per_hour)
+        self.monitoring = self.monitoring or MonitoringConfig()
+        self._check_settings()
+        self._note_code()
+
+    def _check_settings(self) -> None:
+        check_rollout(self.rollout_fn, self.shared_context)
+        if self.records_per_chunk < 1:
+            raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
+        check_seconds("sync_seconds", self.sync_seconds)
+        check_seconds("mirror_seconds", self.mirror_seconds)
+        if not self.drain_seconds >= 0:
+            raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
+        if self.on_document_error not in get_args(OnDocumentError):
+            raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
+        self.rollout_fn = for_config(self.rollout_fn, self.config)
+        check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
+        local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
+        if local is not None:
+            if get_protocol(local) not in ("file", "local"):
+                raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
+            check_output_folder(self.output_writer, local)
+            if remote is not None:
+                check_url("checkpoints_remote_dir", remote)
+            return
+        if self.on_document_error != "stop" or self.retry_dead_letters:
+            raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
+        if self.monitoring.wants_tracking:
+            raise ConfigError(_NEEDS_CHECKPOINTS.format("monitoring: what MLflow and Weights & Biases get is"))
+        if remote is not None:
+            raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
 
     @property
     def checkpoints_root(self) -> Path:
         """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
-    @abstractmethod
-    def identity(self, world_size: int) -> RunIdentity: ...
+    def identity(self, world_size: int) -> RunIdentity:
+        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
+        chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
+        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, _for_process)
+
+    def _note_code(self) -> None:
+        self._code_when_made = code_identity(self.rollout_fn, self.shared_context, output_writer=self.output_writer)
+        made = self._code_when_made.made
+        if made is not None and made.left and self.checkpoints_local_dir is not None:
+            logger.warning(
+                f"rollout_fn: a resume does not notice when these change: {'; '.join(made.left)}. They differ at each "
+                "start or machine, or cannot be known."
+            )
+
+    def code(self) -> CodeIdentity:
+        """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
+        return code_identity(self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle: also the code as this process describes it, and the names of the script that it uses.
+
+        Raises:
+            ConfigError: a file would hold a secret.
+        """
+        state = {**self.__dict__, "_code_when_made": self.code()}
+        if not script_names.carries():
+            return state
+        adapter = getattr(self.output_writer, "adapter", None)
+        if (names := script_names.collect(self.rollout_fn, self.shared_context, adapter)) is not None:
+            state["_script_names"] = names
+        _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop("_script_names", None)
+        self.__dict__.update({"monitoring": MonitoringConfig(), **state})  # which 0.1.0 did not have
+        if names is not None:
+            script_names.restore(names)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Without what only a pickle needs: modules among the names of the script cannot be copied."""
+        from datatrove.executor import SlurmPipelineExecutor
+
+        if any(isinstance(outer, SlurmPipelineExecutor) for outer in memo.values()):
+            self._check_submission()
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
+
+    def _check_submission(self) -> None:
+        """datatrove copies a Slurm executor, and then opens ``executor.pik``: a refusal must come before that."""
+        names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
+        if names is not None:
+            script_names.say_left(names)
+        script_names.say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()))
+
+
+# Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is, with its secrets.
+del Step.__dataclass_fields__
+
+
+def _for_process(step: Step) -> object:
+    """How a step is pickled for a worker process: through a pipe, with nothing that the process has already."""
+    with script_names.nothing_carried():
+        return step.__reduce_ex__(2)
+
+
+def _refuse_secrets(state: dict[str, Any]) -> None:
+    try:
+        with script_names.nothing_carried():
+            places = secrets_in("the step", state)
+    except Exception:  # the pickle itself says why it cannot be made
+        return
+    if places:
+        raise ConfigError(
+            f"rollout_fn, shared_context or config: what is pickled with the job holds what looks like a secret: "
+            f"{', '.join(places)}. It would be in a file that others may read, so nothing was written. Leave it out, "
+            "and let the rollout read it where the task runs, from an environment variable, for example."
+        )

@@ -10,14 +10,24 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.shared_context import Shared, SharedContext
+from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
 from datatrove_ckpt.rollouts import ReadyMade, Rollout
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.process.preemption import Preemption
+
+
+# Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
+Shared: TypeAlias = dict[str, Any]
+SharedManager: TypeAlias = AbstractContextManager[Shared]
+SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 # Expressions whose value is never awaitable.
@@ -63,7 +73,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     if inspect.iscoroutinefunction(_function(rollout_fn)):
         return call
 
-    def checked(*arguments: Any) -> Awaitable[object]:
+    def checked(*arguments: object) -> Awaitable[object]:
         result = call(*arguments)
         if not inspect.isawaitable(result):
             kind = type(result).__name__
@@ -80,7 +90,7 @@ class _Call(partial[Any]):
         return _shown(self.func)
 
 
-def _function(rollout_fn: Any) -> types.FunctionType | None:
+def _function(rollout_fn: object) -> types.FunctionType | None:
     """The function that a call runs in the end; None if that is no Python function."""
     while isinstance(rollout_fn, partial):
         rollout_fn = rollout_fn.func
@@ -149,3 +159,26 @@ def _shown(rollout_fn: Any) -> str:
     except (TypeError, ValueError):
         return str(name)
     return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
+
+
+@contextmanager
+def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator[Shared]:
+    """Enters ``shared_context``, in any of its four forms, and gives the arguments.
+
+    Raises:
+        ConfigError: it gave something else than a dict.
+        UnexpectedExit: it tried to end the process.
+    """
+    # The object that a @contextmanager function returns is callable, too: check for a context manager first.
+    if not isinstance(context, AbstractContextManager) and callable(context):
+        with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
+            context = context()
+    if isinstance(context, AbstractContextManager):
+        with ExitStack() as stack:
+            with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
+                entered = stack.enter_context(context)
+            yield entered or {}
+    elif context is None or isinstance(context, dict):
+        yield context or {}
+    else:
+        raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")

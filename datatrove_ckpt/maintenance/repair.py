@@ -43,8 +43,8 @@ from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder
 from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
 from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of, recorded_folders
-from datatrove_ckpt.output.hub_removal import remove_files
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.output.hub_commits import remove_files
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _BLOCK = 1 << 20
 
@@ -193,4 +193,4 @@ def _remove(folder: Any, name: str) -> None:
         return
     except OSError as error:
         where = folder.resolve_paths(name)
-        raise OutputFailed(f"{where} could not be removed: {failure_text(error)}. Repair again.") from error
+        raise OutputFailed(f"{where} could not be removed: {failure_line(error)}. Repair again.") from error

@@ -25,13 +25,12 @@ from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.inspect import name_place
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import hub_folder_of, is_missing_repository, repository_is_gone
-from datatrove_ckpt.output.hub_lag import look_again, looks_for
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubUploads
+from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 
 def check_output_of_run(
@@ -95,7 +94,7 @@ def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds
         return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
     except OSError as error:
         raise OutputFailed(
-            f"{check.where} cannot be listed: {failure_text(error)}. Correct that and run the same command again."
+            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
         ) from error
 
 
@@ -112,7 +111,7 @@ def _look_at_hub(
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
     lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
-    found.show(look_again(hub, lost, looks_for(each.folder for each in commits)))
+    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
     return found
 
 

@@ -49,8 +49,8 @@ from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
 from datatrove_ckpt.maintenance.retried import delivered_twice
 from datatrove_ckpt.maintenance.verify_output import check_output
-from datatrove_ckpt.output.column_fit import Misfit, misfits
-from datatrove_ckpt.output.column_types import Schema, read_schema
+from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
+from datatrove_ckpt.output.formats import is_known
 
 
 def verify(
@@ -126,8 +126,8 @@ def _check_rank(report: Report, rank: RankFolder) -> None:
     if summary.error:
         report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
         return
-    writer = str(rank.identity.get("output_writer")).removeprefix("datatrove.")
-    countable = writer in ("JsonlWriter", "ParquetWriter")  # a class of the user's has its module before its name
+    writer = str(rank.identity.get("output_writer"))
+    countable = is_known(writer)
     for commit in commits.values():
         documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))

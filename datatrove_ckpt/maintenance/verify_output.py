@@ -5,7 +5,6 @@ The names, sizes and hashes of all committed files are in memory, and so is the 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,13 +19,13 @@ from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, ra
 from datatrove_ckpt.errors import CheckpointError, OutputFailed
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.inspect import RankFolder, name_place, summarise
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
+from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_lag import look_again, looks_for
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.remote_errors import failure_line, failure_text, file_system_call, http_status
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
 _BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (
@@ -101,9 +100,10 @@ def _list_hub(report: Report) -> FoundFiles:
     """
     hub = cast(HubFolder, report.hub)
     found = FoundFiles({})
-    found.show(HubUploads(hub, StoppableCalls()).looked("cannot be listed", hub.files))
+    uploads = HubUploads(hub, StoppableCalls())
+    found.show(uploads.looked("cannot be listed", hub.files))
     lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
-    found.show(look_again(hub, lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    found.show(uploads.look_again(lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
     return found
 
 
@@ -158,7 +158,7 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     except OSError as error:
         if report.hub is not None and http_status(error) == 404:
             return "missing", "is missing"
-        return "output", f"cannot be read: {failure_text(error)}"
+        return "output", f"cannot be read: {failure_line(error)}"
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None
@@ -195,14 +195,9 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
 def _count_documents(folder: Any, path: str) -> int | None:
     """The number of documents in a file; None if the file's format is unknown here."""
     try:
-        if path.endswith(".parquet"):
-            import pyarrow.parquet
-
-            with folder.open(path, "rb") as file:
-                return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-        if re.search(r"\.jsonl(\.\w+)?$", path):
-            with folder.open(path, "rb", compression="infer") as file:
-                return sum(int(block.count(b"\n")) for block in iter(lambda: file.read(_BLOCK), b""))
+        if (known := format_of_file(path)) is not None:
+            with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+                return known.count(file)
     except (ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or a missing codec
         return None
     return None

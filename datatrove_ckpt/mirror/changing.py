@@ -21,10 +21,10 @@ from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_shares, upload_shares
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.uploads import Uploads
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32
 
@@ -68,7 +68,7 @@ def upload_rank(url: str, folder: Path) -> None:
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(
-            f"Could not upload the changed rank to {url}: {failure_text(error)}. The mirror is as it was. Correct "
+            f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as it was. Correct "
             "that, and run the same command again."
         ) from error
 
@@ -97,7 +97,7 @@ def upload_finished_ranks(url: str, root: Path) -> None:
             logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:
         logger.warning(
-            f"Could not upload finished tasks to the mirror {url} ({failure_text(error)}). Tried again later."
+            f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried again later."
         )
 
 

@@ -23,10 +23,9 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journ
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Versions
+from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Seal, Versions, adopts, without_seal
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.seal import Seal, adopts, without_seal
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 _MAX_BYTES = 2**26
 _MAX_SHARES_BYTES = 2**30
@@ -61,7 +60,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
             raise refusal(what, others.changes, way_back(others.changes, identity))
         missing[JOB] = job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
-        logger.warning(f"Could not compare this rank with those on the mirror {url} ({failure_text(error)}).")
+        logger.warning(f"Could not compare this rank with those on the mirror {url} ({failure_line(error)}).")
     return missing
 
 
@@ -108,7 +107,7 @@ def upload_shares(url: str, root: Path) -> None:
         ObjectStore(url).put(SHARES, _sealed(url, (root / SHARES).read_bytes()))
     except OSError as error:
         raise StorageFailed(
-            f"Could not upload {SHARES} to {url}: {failure_text(error)}. Correct that, and run the same command again."
+            f"Could not upload {SHARES} to {url}: {failure_line(error)}. Correct that, and run the same command again."
         ) from error
 
 

@@ -21,7 +21,7 @@ from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import holds_credentials
-from datatrove_ckpt.remote_errors import file_system_call, s3_code
+from datatrove_ckpt.retrying import file_system_call, s3_code
 
 
 class Effects:

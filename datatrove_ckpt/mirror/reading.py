@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_shares
 from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32
@@ -43,7 +43,7 @@ class MirrorReader:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
         wanted: which files are needed; ``run.json`` always is.
-        trusted: refuse versions that are not sealed with the key, see ``seal.py``.
+        trusted: refuse versions that are not sealed with the key, see ``manifests.py``.
     """
 
     def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:
@@ -117,7 +117,7 @@ class MirrorReader:
 def unreadable(url: str, error: Exception) -> StorageFailed:
     """The error for a mirror that cannot be read by a command that only reads."""
     return StorageFailed(
-        f"Could not read the mirror {url}: {failure_text(error)}. Correct that (network, credentials) and run the same "
+        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
         "command again."
     )
 

@@ -49,7 +49,7 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.remote_errors import failure_text
+from datatrove_ckpt.retrying import failure_line
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
@@ -94,7 +94,7 @@ def restore(url: str, folder: Path) -> None:
     except OSError as error:
         if owner is None:
             raise _unreadable(url, error) from error
-        logger.warning(f"Could not read the mirror {url} ({failure_text(error)}). Continuing with {folder} as it is.")
+        logger.warning(f"Could not read the mirror {url} ({failure_line(error)}). Continuing with {folder} as it is.")
         return
     if manifests_lost:
         raise _no_complete_version(url, "There is no version at all, but there are objects.")
@@ -126,7 +126,7 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
 
 def _unreadable(url: str, error: Exception) -> StorageFailed:
     return StorageFailed(
-        f"Could not read the mirror {url}: {failure_text(error)}. Correct that (network, credentials) and run the same "
+        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
         "command again. To start without what the mirror holds, remove the setting checkpoints_remote_dir."
     )
 

@@ -27,16 +27,19 @@ is found out, and once more only if they differ: the second of two passes over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import NotUnited, paths, type_of, unite
-from datatrove_ckpt.output.schema_check import is_parquet, row_check
+from datatrove_ckpt.output.arrow_types import NotUnited, paths, row_check, type_of, unite
+from datatrove_ckpt.output.formats import PARQUET
 
 # pyarrow has no types.
 Schema: TypeAlias = Any
@@ -53,7 +56,7 @@ class WrongGuess(Exception):
 
 def infers_schema(writer: DiskWriter) -> bool:
     """Whether the writer finds out the schema from the documents, as datatrove's ParquetWriter does."""
-    return is_parquet(writer) and writer.schema is None
+    return PARQUET.is_written_by(writer) and writer.schema is None
 
 
 class ColumnTypes:
@@ -144,18 +147,21 @@ def trial_schema(writer: DiskWriter, document: Document) -> Schema:
     return types.schema()
 
 
-def name_culprit(writer: DiskWriter, documents: Iterable[tuple[int, Document]], known: dict[str, Any]) -> str | None:
+def name_culprit(
+    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, Any]
+) -> str | None:
     """Which document cannot be written, and why, found row by row. None: every row alone can.
 
     Args:
-        documents: with their ordinals. It is read twice.
+        documents: it is read twice.
         known: the types that the chunks before have, if the writer has no schema.
     """
     import pyarrow as pa
 
+    find = partial(_find_culprit, writer, documents, decode)
     if writer.schema is not None:
         check_row = row_check(writer.schema)
-        return _find_culprit(writer, documents, lambda row, _: check_row(row), "the writer's schema")
+        return find(lambda row, _: check_row(row), "the writer's schema")
     types = dict(known)
     last: dict[str, str] = {}
 
@@ -176,18 +182,23 @@ def name_culprit(writer: DiskWriter, documents: Iterable[tuple[int, Document]], 
                 raise NotUnited(error.column, error.old, error.new, where) from error
             last.update(dict.fromkeys(paths(kind, column), name))
 
-    culprit = _find_culprit(writer, documents, check, "")
+    culprit = find(check, "")
     if culprit is None:
         check_all = row_check(pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()]))
-        culprit = _find_culprit(writer, documents, lambda row, _: check_all(row), "all documents together")
+        culprit = find(lambda row, _: check_all(row), "all documents together")
     return culprit
 
 
 def _find_culprit(
-    writer: DiskWriter, documents: Iterable[tuple[int, Document]], check: Callable[[Row, str], None], where: str
+    writer: DiskWriter,
+    documents: Iterable[Finished],
+    decode: Callable[[bytes], Document],
+    check: Callable[[Row, str], None],
+    where: str,
 ) -> str | None:
-    for ordinal, document in documents:
-        name = f"document {safe_repr(document.id)} (number {ordinal} of this rank)"
+    for finished in documents:
+        document = decode(finished.document)
+        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
         row = writer.adapter(document)
         try:
             check(row, name)
@@ -207,3 +218,148 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
             return pq.ParquetFile(file).schema_arrow
     except (OSError, ValueError):
         return None
+
+
+# Whether files whose types are known load as one dataset: loaders take the types of the first file, see above.
+
+
+SCHEMA_ADVICE = (
+    "Give ParquetWriter a schema, or an adapter that sets one type (a new adapter needs accept_changes=True)"
+)
+"""What to do about column types."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A column by which a file does not fit after a first one.
+
+    Attributes:
+        column: a path as in ``metadata.scores[]``.
+        first: its type in the first file, ``missing`` or ``without a value``.
+        later: its type in the later file, or ``without a value``.
+        as_text: both load as one, but the values of the later file, which are no texts, load as texts.
+    """
+
+    column: str
+    first: str
+    later: str
+    as_text: bool = False
+
+
+def warning(found: list[Misfit], chunk_index: int) -> str:
+    """What to tell the user of a rank, whose chunk this is."""
+    columns = "; ".join(
+        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
+    )
+    said = [f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file"]
+    if any(not one.as_text for one in found):
+        said.append("so the dataset may not load as one")
+    if texts := [repr(one.column) for one in found if one.as_text]:
+        said.append(f"so the values of {', '.join(texts)} load as texts")
+    return f"{', '.join(said)}. {SCHEMA_ADVICE}."
+
+
+def misfits(first: Schema, later: Schema) -> list[Misfit]:
+    """Why a file does not load after another one, or not as what it is."""
+    names = set(first.names)
+    found: list[Misfit] = []
+    for field in later:
+        if field.name in names:
+            found += _misfits(first.field(field.name), field, field.name)
+        else:
+            found.append(Misfit(field.name, "missing", str(field.type)))
+    return found
+
+
+def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
+    import pyarrow as pa
+
+    old, new = first.type, later.type
+    if pa.types.is_null(new):
+        return
+    no_value = "without a value"
+    empty, empty_later = pa.types.is_null(raw_type(first)), pa.types.is_null(raw_type(later))
+    if empty_later:
+        if not _takes_empty_text(old):
+            yield Misfit(column, str(old), no_value)
+    elif empty:
+        if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
+            yield Misfit(column, no_value, str(new), as_text=_reads_as_text(new))
+    elif pa.types.is_struct(old) and pa.types.is_struct(new):
+        keys = {field.name: field for field in old}
+        for field in new:
+            if field.name in keys:
+                yield from _misfits(keys[field.name], field, f"{column}.{field.name}")
+            else:
+                yield Misfit(f"{column}.{field.name}", "missing", str(field.type))
+    elif pa.types.is_list(old) and pa.types.is_list(new):
+        yield from _misfits(old.value_field, new.value_field, f"{column}[]")
+    elif not _takes(old, new, column):
+        yield Misfit(column, str(old), str(new))
+
+
+def _takes(old: Any, new: Any, column: str) -> bool:
+    import pyarrow as pa
+
+    if old.equals(new):
+        return True
+    try:
+        both = unite(old, new, column)
+    except NotUnited:
+        return False
+    # Another time zone is only another way to show the same time.
+    return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
+
+
+def _takes_empty_text(kind: Any) -> bool:
+    """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
+    import pyarrow as pa
+
+    try:
+        pa.array([None], pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return False
+    return not pa.types.is_nested(kind)
+
+
+def _reads_as_text(kind: Any) -> bool:
+    """Whether a loader converts values of the type to text. Bytes are no text, and lists none either."""
+    import pyarrow as pa
+
+    try:
+        pa.nulls(1, kind).cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return False
+    return not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
+
+
+class RankColumns:
+    """The types of the chunks of one rank: a guess for the next one, and whether it fits the others."""
+
+    def __init__(self) -> None:
+        self.guess: Schema | None = None
+        self.known: dict[str, Any] = {}
+        self._first: tuple[int, Schema] | None = None
+        self._warned: set[str] = set()
+
+    def start(self, chunk_index: int, schema: Schema) -> None:
+        """``schema``: of the first file that earlier attempts committed."""
+        self._first, self.known = (chunk_index, schema), raw_types(schema)
+
+    def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
+        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each column.
+
+        Raises:
+            NotUnited: it can never be one dataset with the chunks before.
+        """
+        # A new dict: who names the culprit of this chunk needs the types of those before.
+        raw = raw_types(schema).items()
+        self.known = self.known | {name: unite(self.known.get(name), kind, name) for name, kind in raw}
+        self.guess = schema
+        first_index, first = self._first or (chunk_index, schema)
+        found = misfits(first, schema) if first_index <= chunk_index else misfits(schema, first)
+        if self._first is None or chunk_index < first_index:
+            self._first = chunk_index, schema
+        new = [one for one in found if one.column not in self._warned]
+        self._warned.update(one.column for one in new)
+        return new

@@ -19,7 +19,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -33,15 +33,14 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, journal_indices, rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.found_files import FoundFiles, file_problem, stray_advice
-from datatrove_ckpt.output.listing import list_output
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, list_output, stray_advice
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
 _SHOWN = 3
 _TO_DELETE = 20
 
 
-@dataclass
+@dataclass(slots=True)
 class CommittedFile:
     """A file that a commit names. ``root``: the folder of the retry that wrote it, or ""."""
 
@@ -96,7 +95,7 @@ class RankCommits:
             CommittedFile(root, self.rank, commit.chunk_index, file) for commit in commits for file in commit.files
         ]
 
-    @cached_property
+    @property
     def names(self) -> set[str]:
         return {plain(committed.file.path) for committed in self.files}
 
@@ -288,7 +287,8 @@ class OutputCheck:
         Raises:
             OutputMismatch: naming some of them.
         """
-        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in commits.names]
+        names = commits.names
+        unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in names]
         unknown = [(root, name) for root, name in unknown if not self._may_be_committed(commits, name)]
         which = f"no commit of rank {commits.rank} names"
         doubtful = sorted(root for root, _ in unknown if root in commits.doubtful)

@@ -37,13 +37,11 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
 
 
 class StagedFiles(OutputFileManager):  # type: ignore[misc]
-    """Writes files below a staging folder, and keeps path, size and hash of each complete one."""
+    """Writes files below a staging folder, and keeps each complete one with its size and hash."""
 
     def __init__(self, folder: Path, original: OutputFileManager) -> None:
         super().__init__(original.fs, original.mode, original.compression)
-        self.finished: dict[str, Path] = {}
-        self.sizes: dict[str, int] = {}
-        self.hashes: dict[str, str] = {}
+        self.finished: dict[str, files.HashedFile] = {}
         self._folder = folder
 
     def get_file(self, filename: str) -> _OutputStream:
@@ -72,8 +70,7 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
     def discard(self) -> None:
         """Removes all files, to begin again."""
         self.abandon()
-        for found in (self.finished, self.sizes, self.hashes):
-            found.clear()
+        self.finished.clear()
         files.disk.remove_tree(self._folder)
 
 
@@ -139,9 +136,7 @@ class _StagedStream(_OutputStream):
             return
         super().close()
         files.disk.sync(self._file.path)
-        self._manager.finished[self._filename] = self._file.path
-        self._manager.sizes[self._filename] = self._file.size
-        self._manager.hashes[self._filename] = self._file.hexdigest()
+        self._manager.finished[self._filename] = self._file
 
 
 class _RemoteStream(_OutputStream):

@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository
 from datatrove_ckpt.output.names import plain
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 
 _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 

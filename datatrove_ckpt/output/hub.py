@@ -21,7 +21,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
-from datatrove_ckpt.remote_errors import http_status
+from datatrove_ckpt.retrying import http_status
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -143,6 +143,22 @@ class HubFolder:
         from huggingface_hub import HfApi
 
         return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
+
+    def advice(self, error: BaseException) -> str:
+        """What to do after a call that failed for good."""
+        status = http_status(error)
+        if status == 401:
+            return "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
+        if status == 403:
+            return (
+                f"The token may not write to {self.repo}. Take one of role write, or a fine-grained one with write "
+                f"access to {self.repo}, of somebody who may write there."
+            )
+        if status == 404 or isinstance(error, FileNotFoundError):
+            return "Make the repository and the branch, or correct output_folder."
+        if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
+            return "Install the extra hub."
+        return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
 
     def full_name(self, name: str) -> str:
         """The path in the repository of a file of this folder."""

@@ -4,7 +4,6 @@
     is there a token?                           no request
     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
     is the revision a branch?                   GET refs, and only if the URL names a revision
-    the same, on a hub that has no auth-check   POST preupload: the first request of an upload, which stores nothing
     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
 
 So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
@@ -13,34 +12,24 @@ it (members of an organisation, resource groups), and the hub limits how often i
 
 from __future__ import annotations
 
-import base64
-import random
 import shlex
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.formatting import duration, plural
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_errors import LONGEST_ADVICE_SECONDS, advised_seconds, is_limited
-from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.remote_errors import failure_text, http_status, is_permanent
+from datatrove_ckpt.retrying import failure_line, http_status
 
-PATIENCE_SECONDS = 300.0
-"""How long a hub that does not answer is asked again. One that refuses for now (429) is waited for as it says."""
-
-_LOOK_SECONDS = 10.0
 _ANSWER_SECONDS = 60.0
-_LIMITED_SECONDS = 60.0  # without advice
 _TIMEOUT_SECONDS = 30.0
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 20.0
 
 
 def check_access(
@@ -68,24 +57,15 @@ def check_access(
     """
     calls = calls or StoppableCalls()
     access = _Access(folder, private, not only_look, committed)
-    patience = _LOOK_SECONDS if only_look else PATIENCE_SECONDS
-    deadline, failures = None, 0
-    while True:
-        try:
-            return calls.run(access.ask, _ANSWER_SECONDS)
-        except _Refused as error:
-            raise OutputFailed(str(error)) from None
-        except OSError as error:
-            now, failures = time.monotonic(), failures + 1
-            advised = _advised_seconds(error)
-            deadline = deadline or now + patience
-            if is_permanent(error) or (now >= deadline if advised is None else only_look):
-                raise OutputFailed(access.explain(error)) from error
-            delay = backoff_seconds(failures, _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS, jitter=0.5)
-            if advised is not None:
-                delay = advised + random.uniform(0, max(1.0, advised / 10))  # not all ranks at once
-            logger.warning(f"{folder.url}: {access.shown(error)}. Asking again in {duration(delay)}.")
-            calls.sleep(delay)
+    policy = retrying.HUB_PROBE if only_look else retrying.HUB_LOOK
+    try:
+        return policy.run(partial(calls.run, access.ask, _ANSWER_SECONDS), folder.url, access.shown, sleep=calls.sleep)
+    except _Refused as error:
+        raise OutputFailed(str(error)) from None
+    except OSError as error:
+        raise OutputFailed(
+            f"{folder.url}: {access.shown(error)}. {folder.advice(error)} Then run the same command again."
+        ) from error
 
 
 def hub_folder_of(writer: DiskWriter) -> HubFolder | None:
@@ -156,8 +136,7 @@ class _Access:
                 f"{self._where}: there is no token for the hub. Export HF_TOKEN with one that may write to "
                 f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
-        found = self._check_bucket() if self._folder.is_bucket else self._check_repository()
-        return found or f"{self._where} exists, and the token may write to it."
+        return self._check_bucket() if self._folder.is_bucket else self._check_repository()
 
     def _check_bucket(self) -> str:
         from huggingface_hub.errors import BucketNotFoundError
@@ -171,40 +150,21 @@ class _Access:
         return f"{self._where} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
-        status, code = self._get("auth-check/write")
-        if code == "RepoNotFound":
-            return self._missing(self._create_repository)
-        if self._folder.revision is not None:
-            self._check_branch(self._folder.revision)
-        if status == 404:  # a hub of an older version
-            self._preupload()
-        return ""
-
-    def _get(self, question: str) -> tuple[int, str | None]:
-        """The status and the hub's code for it; a refusal that is neither 404 nor RepoNotFound is raised."""
         from huggingface_hub import get_session, hf_raise_for_status
-
-        response = get_session().get(self._url(question), headers=self._headers(), timeout=_TIMEOUT_SECONDS)
-        code = response.headers.get("X-Error-Code")
-        if response.status_code != 404 and code != "RepoNotFound":
-            hf_raise_for_status(response)
-        return response.status_code, code
-
-    def _preupload(self) -> None:
-        from huggingface_hub import get_session, hf_raise_for_status
-
-        name = self._folder.full_name(f"{STAGING}/probe")
-        body = {"files": [{"path": name, "size": 1, "sample": base64.b64encode(b"x").decode()}]}
-        url = self._url(f"preupload/{self._folder.branch.replace('/', '%2F')}")
-        hf_raise_for_status(get_session().post(url, json=body, headers=self._headers(), timeout=_TIMEOUT_SECONDS))
-
-    def _url(self, question: str) -> str:
-        return f"{self._folder.api().endpoint}/api/{self._folder.kind}s/{self._folder.repo}/{question}"
-
-    def _headers(self) -> dict[str, str]:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        return build_hf_headers(library_name="datatrove-ckpt")
+        folder, headers = self._folder, build_hf_headers(library_name="datatrove-ckpt")
+        url = f"{folder.api().endpoint}/api/{folder.kind}s/{folder.repo}/auth-check/write"
+        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        if response.headers.get("X-Error-Code") == "RepoNotFound":
+            return self._missing(self._create_repository)
+        if response.status_code != 404:
+            hf_raise_for_status(response)
+        if folder.revision is not None:
+            self._check_branch(folder.revision)
+        if response.status_code == 404:
+            return f"{self._where}: whether the token may write to this hub shows with the first file."
+        return f"{self._where} exists, and the token may write to it."
 
     def _check_branch(self, revision: str) -> None:
         refs = self._folder.api().list_repo_refs(
@@ -263,35 +223,11 @@ class _Access:
 
     # failures --------------------------------------------------------------------------------------------------------
 
-    def explain(self, error: OSError) -> str:
-        """What happened, and what to do."""
-        what = f"{self._where}: {self.shown(error)}"
-        status = http_status(error)
-        if status == 401:
-            return (
-                f"{what}. The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
-            )
-        if status == 403:
-            return (
-                f"{what}. The token may not write to {self._folder.repo}. Take one of role write, or a fine-grained "
-                f"one with write access to {self._folder.repo}, of somebody who may write there."
-            )
-        return (
-            f"{what}. Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."
-        )
-
-    def shown(self, error: OSError) -> str:
+    def shown(self, error: BaseException) -> str:
         """One line without the token, which a proxy may have quoted."""
         from huggingface_hub import get_token
 
         status, said = http_status(error), getattr(error, "server_message", None)
         answers = f"the hub answers {status}" + (f", {said}" if said else "")
-        text = failure_text(error) if status is None else answers
+        text = failure_line(error) if status is None else answers
         return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")
-
-
-def _advised_seconds(error: OSError) -> float | None:
-    """How long the hub asks to wait; None: it does not limit requests."""
-    if not is_limited(error):
-        return None
-    return min(advised_seconds(error) or _LIMITED_SECONDS, LONGEST_ADVICE_SECONDS)

@@ -1,4 +1,4 @@
-"""Few commits for many files: the thread that commits what one rank has uploaded to the hub.
+"""Uploads a rank's files to the hub, and commits them: few commits for many files, in a thread of its own.
 
 The hub allows 128 commits per hour and repository, to all ranks together. So files whose content is uploaded wait until
 the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them, or the rank has no more;
@@ -10,29 +10,345 @@ then for the rank's turn (``hub_pace``). Meanwhile more files come together, and
 
 The hub may show a state before the commit that it has just made, so the same commit may be made twice. That is
 harmless: it puts the same bytes to the same paths.
+
+The content of a chunk's files is uploaded ahead of the commit that names them. ``preupload_lfs_files`` reads the staged
+file itself: no copy is made. Content that the hub has already, because an earlier attempt uploaded it, is not sent
+again. Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from loguru import logger
 
+from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
+from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import duration, number_range, plural
-from datatrove_ckpt.output.hub_errors import Patience, is_contention, is_limited, waiting_text
-from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
-from datatrove_ckpt.output.hub_uploads import Confirmed, HubUploads, UploadedFile
+from datatrove_ckpt.output.hub import HubFile, HubFolder
+from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
+from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.retrying import Attempts, RetryPolicy, failure_line, http_status
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 600.0
+"""How long the hub may take to answer a request. The client itself would wait for ever."""
+
+SLOWEST_BYTES_PER_SECOND = 50_000
+"""An upload that is slower than this is given up and made again."""
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""
 
 MOST_BYTES = 32 * 2**20
 """Bytes of small files that travel inside a commit."""
+
+LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before each further look at files that the hub does not show yet: it may list a folder as it was before its
+newest commits."""
+
+GENERATION_GOES_ON = "; generation goes on"
+
+_SHOWN_BY_NOW_SECONDS = 600.0
+_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
+_CONTENTION = (409, 412)
+
+
+class UploadedFile:
+    """A file whose content is on the hub, or goes there inside its commit."""
+
+    def __init__(self, name: str, operation: CommitOperationAdd) -> None:
+        self.name = name
+        self._operation = operation
+
+    @property
+    def path(self) -> str:
+        return str(self._operation.path_in_repo)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the content goes inside the commit."""
+        return getattr(self._operation, "_upload_mode", None) == "regular"
+
+    @property
+    def bytes_in_commit(self) -> int:
+        return self._operation.upload_info.size if self.is_regular else 0
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
+        return bool(getattr(self._operation, "_should_ignore", False))
+
+    def operation(self) -> CommitOperationAdd:
+        """A new operation for each attempt: the client marks those that were committed, and refuses them then."""
+        return copy.copy(self._operation)
+
+    def is_there(self, found: HubFile | None) -> bool:
+        """Whether this is the file that the hub has."""
+        if found is None or found.size != self._operation.upload_info.size:
+            return False
+        return (found.blob if self.is_regular else found.oid) == self.content_hash
+
+    @cached_property
+    def content_hash(self) -> str:
+        """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
+        return self._git_hash() if self.is_regular else str(self._operation.upload_info.sha256.hex())
+
+    def _git_hash(self) -> str:
+        with self._operation.as_file() as file:
+            content = file.read()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+class Confirmed(NamedTuple):
+    """A commit that the hub has confirmed.
+
+    Attributes:
+        oid: its name; None if it was only seen that the files are there.
+        looks: how often the history had been read before.
+    """
+
+    oid: str | None
+    looks: int
+
+
+class HubUploads:
+    """Uploads to one folder, and commits there."""
+
+    def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
+        self.folder = folder
+        self._calls = calls
+        self._history = History()
+        self._seen: dict[str, int] = {}
+        self._looks = 0
+
+    def prepare(self) -> None:
+        """Call it once, before the first upload."""
+        _no_bars_in_logs()
+
+    def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
+        """Uploads the content of files. Returns them, to be committed.
+
+        Args:
+            files: paths by their names in the folder. They must stay until they are committed.
+
+        Raises:
+            OutputFailed: the hub refuses them.
+            Stopping: ``stop`` was called meanwhile.
+        """
+
+        if not files:
+            return []
+        send = self._put_in_bucket if self.folder.is_bucket else self._preupload
+        if self.folder.is_bucket:  # it lists no hashes
+            found = self.retried("cannot be listed", lambda: self.folder.look_up(list(files)))
+            self._refuse(name for name, file in found.items() if file.size != files[name].stat().st_size)
+        seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
+        uploaded = self.retried(f"{_some(list(files))} could not be uploaded", lambda: send(files), seconds)
+        if ignored := [file.path for file in uploaded if file.is_ignored]:
+            raise OutputFailed(
+                f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
+                "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
+            )
+        return uploaded
+
+    def _preupload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
+        from huggingface_hub import CommitOperationAdd
+
+        folder = self.folder
+        added = {name: CommitOperationAdd(folder.full_name(name), str(path)) for name, path in files.items()}
+        folder.api().preupload_lfs_files(
+            folder.repo, added.values(), repo_type=folder.kind, revision=folder.branch, free_memory=False
+        )
+        return [UploadedFile(name, operation) for name, operation in added.items()]
+
+    def _put_in_bucket(self, files: Mapping[str, Path]) -> list[UploadedFile]:
+        """A bucket has no commits: its files are in place when this returns."""
+        folder = self.folder
+        folder.api().batch_bucket_files(
+            folder.repo, add=[(path, folder.full_name(name)) for name, path in files.items()]
+        )
+        return []
+
+    def history(self) -> History:
+        """The branch's newest commit, and the commits of the last hour.
+
+        Raises:
+            OSError: the hub refused, or no answer came.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        return self._calls.run(self.read_history, ANSWER_SECONDS)
+
+    def read_history(self) -> History:
+        """``history``, as a call to be made in a thread."""
+        found = self.folder.history(self._history)
+        self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
+        for commit in found.made:
+            self._seen.setdefault(commit.oid, self._looks)
+        self._looks += 1
+        return self._history
+
+    def confirmed(self, oid: str | None = None) -> Confirmed:
+        """Of a commit that was made, or of files that were seen, just now."""
+        return Confirmed(oid, self._looks)
+
+    def is_earlier(self, history: History, confirmed: Confirmed) -> bool:
+        """Whether what the hub shows is surely a state before that commit: one that was seen before it was made."""
+        shown = {commit.oid for commit in history.made}
+        return confirmed.oid not in shown and self._seen.get(history.head or "", self._looks) < confirmed.looks
+
+    def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> Confirmed:
+        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
+
+        The files of another job may have appeared since the rank's start. A chunk that is written again has the same
+        bytes, so other content is never this rank's.
+
+        Args:
+            head: the branch's newest commit. If there is a newer one, the hub refuses (412).
+
+        Raises:
+            OutputMismatch: a file is there with other content. Nothing was overwritten.
+            OSError: the hub refused it, or no answer came.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        folder = self.folder
+        found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
+        self._refuse(file.name for file in files if file.name in found and not file.is_there(found[file.name]))
+        operations = [file.operation() for file in files if file.name not in found]
+        if not operations:  # an earlier commit whose answer got lost
+            return self.confirmed()
+
+        def commit() -> str:
+            made = folder.api().create_commit(
+                folder.repo,
+                operations,
+                commit_message=message,
+                repo_type=folder.kind,
+                revision=folder.branch,
+                parent_commit=head,
+            )
+            return str(made.oid)
+
+        return self.confirmed(self._calls.run(commit, ANSWER_SECONDS))
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        if found := list(names):
+            is_are, it = ("is", "it") if len(found) == 1 else ("are", "them")
+            raise OutputMismatch(
+                f"{self.folder.url}: {_some(found)} {is_are} there with other content, of which this rank knows no "
+                "commit. Nothing was overwritten. Probably another job writes to the same folder with the same "
+                "output_filename: stop one of the jobs, and start it anew with another output_folder or "
+                "output_filename, and a checkpoints_local_dir and logging_dir of its own. The other one goes on with "
+                "the same command, once files that are not its own are deleted from the folder. If there is no other "
+                f"job, this rank committed {it} itself, and lost the chunk's journal before it could note that (a "
+                "crash of the machine, a damaged disk), so the documents were generated again: delete "
+                f"{it} from the folder, and run the same command again."
+            )
+
+    def committed(self, files: Sequence[UploadedFile]) -> set[str]:
+        """The names of those files that are on the hub, with this content. It may show an earlier state.
+
+        Raises:
+            Stopping: ``stop`` was called meanwhile.
+        """
+        try:
+            found = self._calls.run(lambda: self._newest([file.name for file in files]), ANSWER_SECONDS)
+        except OSError as error:
+            logger.debug(f"{self.folder.url}: not known whether a commit happened: {failure_line(error)}")
+            return set()
+        return {file.name for file in files if file.is_there(found.get(file.name))}
+
+    def look_up(self, names: Sequence[str]) -> dict[str, HubFile]:
+        """Returns those of the files that exist at the branch's newest commit, which a branch's name may lag behind.
+
+        Raises:
+            OutputFailed: the hub cannot be asked.
+        """
+        return self.looked("cannot be listed", lambda: self._newest(names))
+
+    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
+        """Those of the files that exist in the branch's newest commit."""
+        folder = self.folder
+        if folder.is_bucket:
+            return folder.look_up(names)
+        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
+        return folder.look_up(names, head)
+
+    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
+        """Calls until it works, before or after generation.
+
+        Args:
+            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
+
+        Raises:
+            OutputFailed: it cannot work, or has failed for that long.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        policy = retrying.HUB_LOOK
+        if patience_seconds is not None:
+            policy = replace(policy, patience=patience_seconds)
+        return self._retried(what, call, policy.patience, policy)
+
+    def retried(self, what: str, call: Callable[[], T], at_most_seconds: float = ANSWER_SECONDS) -> T:
+        """Calls until it works, while generation goes on.
+
+        Raises:
+            OutputFailed: it cannot work, or has failed for too long.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        return self._retried(what, call, at_most_seconds, retrying.HUB, GENERATION_GOES_ON)
+
+    def _retried(
+        self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy, meanwhile: str = ""
+    ) -> T:
+        run = partial(self._calls.run, call, at_most_seconds)
+        try:
+            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, self._calls.sleep)
+        except OSError as error:
+            raise given_up(self.folder, what, error) from error
+
+    def look_again(self, lost: Iterable[OutputFile], looks: Iterable[float] | None = None) -> dict[str, HubFile]:
+        """Returns those files that the hub shows now, among the ones that it seemed to lack or to have changed.
+
+        Args:
+            looks: seconds before each further look; None: ``LAG_LOOKS``.
+
+        Raises:
+            OutputFailed: the hub cannot be asked.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        shown = dict[str, HubFile]()
+        left = {plain(file.path): file for file in lost}
+        for seconds in LAG_LOOKS if looks is None else looks:
+            if not left:
+                break
+            self._calls.sleep(seconds)
+            shown |= self.look_up(list(left))
+            left = {
+                name: file
+                for name, file in left.items()
+                if name not in shown or not shown[name].holds(file.size, file.hub_hash)
+            }
+        return shown
 
 
 @dataclass
@@ -140,10 +456,10 @@ class HubCommits(Placement):
     # own thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        patience = Patience()
+        attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
         try:
             while batch := self._next_batch():
-                self._commit(batch, patience)
+                self._commit(batch, attempts)
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
@@ -159,7 +475,7 @@ class HubCommits(Placement):
                 self._change.wait(due)
             return []
 
-    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], patience: Patience) -> None:
+    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
         files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
         batch[0][1].waiting.check()
         title = commit_title(plural(len(files), "file"), self._rank, ", ".join(_ranges(sorted(chunks))))
@@ -170,16 +486,17 @@ class HubCommits(Placement):
                 return
             confirmed = self._uploads.commit(files, title, history.head)
         except OSError as error:
-            what = f"{self._uploads.folder.url}: {plural(len(self._queue.files), 'file')} wait for a commit"
-            seconds = patience.seconds(what, error)
-            logger.warning(f"{what}: {waiting_text(error, seconds)}")
-            self._calls.sleep(seconds)
-            if not (is_limited(error) or is_contention(error) or self._calls.stopped):
+            folder, what = self._uploads.folder, f"{plural(len(self._queue.files), 'file')} wait for a commit"
+            try:
+                self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
+            except OSError:
+                raise given_up(folder, what, error) from error
+            if may_have_happened(error) and not self._calls.stopped:
                 # The commit may have happened, although no answer said so. If only a repetition within the client was
                 # answered, because of this very commit, the next attempt sees it.
                 self._done(batch, self._uploads.committed(files), self._uploads.confirmed())
             return
-        patience.succeeded()
+        attempts.succeeded()
         self._seconds, self._waited = self._pace.seconds_of_next(), 0
         self._done(batch, {file.name for file in files}, confirmed)
 
@@ -222,3 +539,74 @@ def _ranges(numbers: list[int]) -> list[str]:
             found.append(number_range(numbers[start], numbers[end - 1] + 1))
             start = end
     return found
+
+
+def remove_files(hub: HubFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
+
+    Raises:
+        OutputFailed: they could not be removed.
+    """
+    uploads = HubUploads(hub, StoppableCalls())
+    for start in range(0, len(names), _MOST_REMOVED):
+        part = names[start : start + _MOST_REMOVED]
+        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
+        uploads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
+
+
+def _remove(hub: HubFolder, names: Sequence[str]) -> None:
+    from huggingface_hub import CommitOperationDelete
+
+    there = [hub.full_name(name) for name in hub.look_up(names)]
+    if not there:
+        return
+    if hub.is_bucket:
+        hub.api().batch_bucket_files(hub.repo, delete=there)
+        return
+    hub.api().create_commit(
+        hub.repo,
+        [CommitOperationDelete(path) for path in there],
+        commit_message=f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair",
+        repo_type=hub.kind,
+        revision=hub.branch,
+    )
+
+
+def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:
+    """How often to look again, from the age of the newest commit in these ranks' folders: old ones are shown by now."""
+    newest = 0.0
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            newest = max(newest, (folder / COMMITS).stat().st_mtime)
+    return LAG_LOOKS if time.time() - newest < _SHOWN_BY_NOW_SECONDS else LAG_LOOKS[:1]
+
+
+def hub_failure(error: BaseException) -> str:
+    """What a log line says about a failed call."""
+    if http_status(error) in _CONTENTION:
+        return f"another process committed at the same moment (HTTP {http_status(error)})"
+    return failure_line(error)
+
+
+def may_have_happened(error: BaseException) -> bool:
+    """Whether a commit may have been made, although this was its answer."""
+    return http_status(error) not in (*_CONTENTION, *retrying.HUB.limited)
+
+
+def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
+    """The error for a call that is not made again: what happened, and what to do."""
+    kept = "Nothing that was saved is lost: run the same command again"
+    return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
+
+
+def _no_bars_in_logs() -> None:
+    """The client draws a progress bar for each file, also where standard error is a log."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        with warnings.catch_warnings(action="ignore"):  # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them
+            disable_progress_bars()
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{plural(len(names), 'file')} ({names[0]}, ...)"

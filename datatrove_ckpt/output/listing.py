@@ -11,8 +11,10 @@ import inspect
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -21,10 +23,11 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
@@ -77,7 +80,7 @@ def list_output(
             return Listing(_list_remote(folder, head, writer.max_file_size > 0, committed), {})
     except PermissionError as error:
         logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_text(error)}), so its committed files are looked "
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():
@@ -108,21 +111,23 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
     while waiting:
         name = waiting.pop()
         try:
-            with os.scandir(root / name) as found:  # a million entries take 200 MB
-                entries = [entry for entry in found if name != base or may_be_ours(entry.name)]
+            found = os.scandir(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
             if name == base:
                 raise
             continue  # not a folder of ours
-        for entry in entries:
-            path = posixpath.join(name, entry.name)
-            if entry.is_dir(follow_symlinks=False):
-                waiting += [path] if everywhere and path != STAGING else []
-            elif entry.is_file():
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    yield path, entry.stat().st_size
+        with found:
+            for entry in found:  # not a list of them: a million take 200 MB
+                path = posixpath.join(name, entry.name)
+                if name == base and not may_be_ours(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting += [path] if everywhere and path != STAGING else []
+                elif entry.is_file():
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield path, entry.stat().st_size
 
 
 def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -171,3 +176,58 @@ def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None
 
 def _takes_prefix(find: object) -> bool:
     return callable(find) and "prefix" in inspect.signature(find).parameters
+
+
+# What lies in an output folder, and what is wrong with a file of it.
+
+
+@dataclass
+class FoundFiles:
+    """What lies in an output folder.
+
+    Attributes:
+        sizes: in bytes, by path; None: the store tells no size.
+        by_rank: the files that the template may have named, each with the folder of its retry ("": of no retry).
+        hub_files: what the hub tells of the files; empty elsewhere.
+    """
+
+    sizes: dict[str, int | None]
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    hub_files: dict[str, HubFile] = field(default_factory=dict)
+
+    def show(self, files: Mapping[str, HubFile]) -> None:
+        """Adds what a later look at the hub has found."""
+        self.hub_files |= files
+        self.sizes |= {name: file.size for name, file in files.items()}
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        if name in self.hub_files:
+            return self.hub_files[name].holds(file.size, file.hub_hash)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
+
+
+def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
+    """The kind and the description of what is wrong with a file that is not right.
+
+    Args:
+        size: its size now, in bytes; None: it does not exist.
+    """
+    if size is None:
+        return "missing", "is missing"
+    if size == file.size:
+        return "altered", "is altered: the hub lists another hash for it"
+    kind = "truncated" if size < file.size else "grown"
+    return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
+
+
+def stray_advice(number: int) -> str:
+    """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
+    it, its = ("it", "Its") if number == 1 else ("them", "Their")
+    return (
+        f"{its} documents may be in the output twice. Move {it} out of the output folder, or delete {it} if nothing "
+        f"else needs {it}"
+    )

@@ -168,7 +168,8 @@ def _short(value: object) -> str:
 
 def plain(name: str) -> str:
     """The name without parts such as "." in it, as a listing has it."""
-    return posixpath.normpath(name)
+    found = posixpath.normpath(name)
+    return name if found == name else found  # no second copy of a million names
 
 
 # recognising names ---------------------------------------------------------------------------------------------------
@@ -218,9 +219,10 @@ def _field(name: str | None, numbers: dict[str, str], seen: set[str]) -> str:
     return f"(?P<{name}>{numbers[name]})"
 
 
-def writer_name(writer: DiskWriter) -> str:
+def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
     """The writer's class with its module; of datatrove's and ours with the package only, whose modules may move."""
-    module, name = type(writer).__module__, type(writer).__qualname__
+    kind = writer if isinstance(writer, type) else type(writer)
+    module, name = kind.__module__, kind.__qualname__
     package = module.partition(".")[0]
     if package in ("datatrove", "datatrove_ckpt"):
         return f"{package}.{name}"

@@ -8,9 +8,23 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.remote_errors import file_system_call
+from datatrove_ckpt.retrying import file_system_call
 
 T = TypeVar("T")
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Calls in a daemon thread, which keeps no process alive. Returns its result, to be waited for."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class StoppableCalls:
@@ -40,19 +54,15 @@ class StoppableCalls:
             TimeoutError: the call took longer than ``at_most_seconds``. What it does may still happen.
             OSError: whatever the library raised.
         """
-        result: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                with file_system_call():
-                    found = call()
-                result.set_result(found)
-            except BaseException as error:
-                result.set_exception(error)
+        def run() -> T:
+            with file_system_call():
+                return call()
 
-        if not self.stopped:
-            threading.Thread(target=run, name="datatrove-ckpt upload", daemon=True).start()
-            wait([result, self._stopped], timeout=at_most_seconds, return_when=FIRST_COMPLETED)
+        if self.stopped:
+            raise Stopping
+        result = in_thread(run, "datatrove-ckpt upload")
+        wait([result, self._stopped], timeout=at_most_seconds, return_when=FIRST_COMPLETED)
         if not result.done():
             if self.stopped:
                 raise Stopping

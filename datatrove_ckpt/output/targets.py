@@ -1,33 +1,63 @@
-"""Where a rank's staged files are published: a local folder, a remote one, or the hub."""
+"""Where a rank's staged files are published: a local folder, a remote one, or the hub.
+
+Uploads finished local files to a remote folder, on S3 or any other file system of fsspec.
+
+A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is
+sent. A single PUT appears once all of it has arrived, a multipart upload once it is completed. Only the attempt that
+sent all the parts completes it: no error path, no destructor and no later process does.
+
+    failure                                      reaction
+    reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
+                                                 file is sent again, after growing waits, for minutes
+    401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by then
+    killed in the middle                         S3 keeps the parts, and bills them, until the upload is aborted; the
+                                                 rank's next process aborts it, for the names that are still staged
+
+Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written to. On other file
+systems only ``put_file`` and ``info`` are used. Whether a half-written file can be seen depends on them; on object
+stores it cannot.
+"""
 
 from __future__ import annotations
 
 import filecmp
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import xxhash
 from datatrove.io import DataFolder
 from loguru import logger
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.placement import Placement
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.committed import RankCommits
-from datatrove_ckpt.output.found_files import FoundFiles
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.upload import RemoteFolder
+from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status, lacks_credentials, s3_code
 
-LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further look at files that the hub does not show yet."""
+PART_BYTES = 8 << 20
+"""Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
+send that much again after each reset, and hold ten parts of that size in memory."""
+
+_MAX_PARTS = 10_000  # S3's limit
+
+T = TypeVar("T")
+
+S3Response: TypeAlias = dict[str, Any]
+"""A response of S3 as botocore parses it."""
 
 
 class Target:
@@ -110,29 +140,100 @@ class LocalTarget(Target):
 
 
 class RemoteTarget(Target):
-    """``probe``: a name in the folder that only this rank of this run uses."""
+    """A remote folder, on S3 or any other file system of fsspec.
 
-    def __init__(self, folder: DataFolder, scratch: Path, probe: str) -> None:
+    Args:
+        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
+        policy: None: that for storages.
+    """
+
+    def __init__(self, folder: DataFolder, scratch: Path, probe: str, policy: RetryPolicy | None = None) -> None:
         super().__init__(scratch / layout.STAGING)
-        self._remote = RemoteFolder(folder, probe)
+        self._url = folder.resolve_paths("")
+        self._probe = probe
+        self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
+        self._calls = StoppableCalls()
+        self._policy = policy or retrying.STORAGE
 
     def prepare(self) -> None:
-        # A file that was being uploaded when a process ended is still staged.
+        """Checks that files can be written, and aborts the uploads that earlier processes left open.
+
+        Raises:
+            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
+        """
+        upload = self._retry(f"{self._url} cannot be written to", lambda: self._uploader.create_upload(self._probe))
+        with self._warn_if_forbidden():
+            what = f"{self._url}: an open upload could not be aborted"
+            self._retry(what, lambda: self._uploader.abort_upload(self._probe, upload))
         left = self.staging.parent
-        found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
-        self._remote.prepare(["/".join(parts[2:]) for parts in found] if left.exists() else None)
+        if left.exists():  # a file that was being uploaded when a process ended is still staged
+            found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
+            if count := self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)}):
+                logger.info(f"{self._url}: aborted {count} uploads that an earlier run of this rank left open.")
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        return self._remote.list(call)
+        return self._retry(f"{self._url} cannot be listed", call)
 
     def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
         for name, path in staged.items():
-            self._remote.upload(path, name)
+            self.upload(path, name)
         files.disk.remove_tree(staging)
         return {}
 
+    def upload(self, local: Path, name: str) -> None:
+        """Returns when the remote file exists and has the local one's size.
+
+        Raises:
+            OutputFailed: the file could not be uploaded, or the remote one has another size.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        size, remote = local.stat().st_size, self._uploader.full_name(name)
+        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._uploader.put(local, name))
+        if remote_size != size:
+            raise OutputFailed(
+                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
+                "find out who else writes there, and run the same command again."
+            )
+        if size >= 2 * PART_BYTES:
+            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+
     def stop(self) -> None:
-        self._remote.stop()
+        self._calls.stop()
+
+    def _abort_open_uploads(self, names: set[str]) -> int:
+        """Returns how many uploads of these names were open."""
+        with self._warn_if_forbidden():
+            what = f"{self._url}: the open uploads could not be listed"
+            found = self._retry(what, lambda: self._uploader.open_uploads(names))
+            for name, upload in found:
+                what = f"{self._uploader.full_name(name)}: an open upload could not be aborted"
+                self._retry(what, partial(self._uploader.abort_upload, name, upload))
+            return len(found)
+        return 0
+
+    @contextmanager
+    def _warn_if_forbidden(self) -> Iterator[None]:
+        """Aborting needs permissions that writing does not. Uploads that stay open cost storage, never a document."""
+        try:
+            yield
+        except OutputFailed as error:
+            if error.__cause__ is None or self._policy.passes(error.__cause__):
+                raise
+            logger.warning(
+                f"{self._url}: uploads that were interrupted stay open ({failure_line(error.__cause__)}). "
+                "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
+            )
+
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+
+        Raises:
+            OutputFailed: its cause is the last error.
+        """
+        try:
+            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
+        except OSError as error:
+            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
 
 
 class HubTarget(Target):
@@ -166,13 +267,8 @@ class HubTarget(Target):
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
+        found.show(self._uploads.look_again(one.file for one in commits.files if not found.is_right(one.file)))
         lost = {plain(one.file.path): one.file for one in commits.files if not found.is_right(one.file)}
-        for seconds in LAG_LOOKS:
-            if not lost:
-                return
-            self._calls.sleep(seconds)
-            found.show(self._uploads.look_up(list(lost)))
-            lost = {name: file for name, file in lost.items() if not found.is_right(file)}
         trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
         if trusted:
             logger.info(
@@ -205,3 +301,86 @@ def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) 
     if (hub := HubFolder.of(folder)) is not None:
         return HubTarget(hub, scratch, rank, pace)
     return RemoteTarget(folder, scratch, f"{STAGING}/probe-{run}")
+
+
+class _Uploader:
+    """Any file system of fsspec. It has no open uploads that could be listed."""
+
+    def __init__(self, folder: DataFolder) -> None:
+        self.folder = folder
+
+    def full_name(self, name: str) -> str:
+        return str(self.folder.resolve_paths(name))
+
+    def create_upload(self, name: str) -> str:
+        """Creates an upload that is not meant to be completed. Returns its id."""
+        return ""
+
+    def open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
+        """Name and id of every upload of these names that was neither completed nor aborted."""
+        return []
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        """Aborts an upload. One that does not exist any more is no error."""
+
+    def put(self, local: Path, name: str) -> int:
+        """Uploads a file. Returns the size of the remote file afterwards, in bytes."""
+        self.folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
+        self.folder.put_file(str(local), name)
+        self.folder.invalidate_cache(name)
+        return int(self.folder.info(name)["size"])
+
+
+class _S3Uploader(_Uploader):
+    """s3fs. It makes no folders: S3 has none, and s3fs would make a bucket of a misspelt name."""
+
+    def create_upload(self, name: str) -> str:
+        return str(self._call("create_multipart_upload", name)["UploadId"])
+
+    def open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
+        keys = {self._bucket_and_key(name)[1]: name for name in names}
+        bucket, _ = self._bucket_and_key("")
+        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
+        found: list[tuple[str, str]] = []
+        markers: dict[str, str] = {}
+        while True:
+            page = self.folder.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
+            listed = page.get("Uploads", [])
+            found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
+            if not page.get("IsTruncated"):
+                return found
+            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def abort_upload(self, name: str, upload: str) -> None:
+        try:
+            self._call("abort_multipart_upload", name, UploadId=upload)
+        except FileNotFoundError as error:
+            if s3_code(error) != "NoSuchUpload":
+                raise
+
+    def put(self, local: Path, name: str) -> int:
+        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
+        self.folder.put_file(str(local), name, chunksize=part)
+        return int(self._call("head_object", name)["ContentLength"])  # ``info`` may answer from a cached listing
+
+    def _call(self, method: str, name: str, **arguments: str) -> S3Response:
+        bucket, key = self._bucket_and_key(name)
+        response: S3Response = self.folder.fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
+        return response
+
+    def _bucket_and_key(self, name: str) -> tuple[str, str]:
+        bucket, key, _ = self.folder.fs.split_path(self.full_name(name))
+        return bucket, key
+
+
+def _advice(error: BaseException) -> str:
+    """What the user can do about a failed upload."""
+    kept = "Nothing that was saved is lost: run the same command again"
+    if lacks_credentials(error):
+        return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
+    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
+        needs = "On S3 they need s3:PutObject, s3:GetObject, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads"
+        return f"Check the credentials, and what they allow. {needs}. {kept}."
+    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
+        return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
+    return f"Check the network and the server. {kept}."

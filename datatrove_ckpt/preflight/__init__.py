@@ -1,5 +1,5 @@
-"""What is asked before a run: can it work (``doctor``), how often should it save (``plan``), is all there
-(``requirements``).
+"""What is asked before a run: what is the job (``run_plan``), is all there (``before_run``), can it work (``doctor``),
+how often should it save (``plan``).
 
-It may import ``runner`` and everything below it. It prints nothing: ``cli`` does. Start at ``doctor.py``.
+It may import ``runner`` and everything below it. It prints nothing: ``cli`` does. Start at ``before_run.py``.
 """

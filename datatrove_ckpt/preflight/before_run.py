@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.job_check import check_job, check_step_order, checkpoints_here
-from datatrove_ckpt.generation.rank_mirror import mirror_finished_ranks, naming_mirror
+from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.rank_mirror import naming_mirror
+from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.committed import committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
-from datatrove_ckpt.output.writer_check import check_rank_in_template
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, note_steps, waits
-from datatrove_ckpt.preflight.requirements import check_codecs, check_launch
-from datatrove_ckpt.runner import InferenceRunner
+from datatrove_ckpt.output.writers import check_rank_in_template
+from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged, note_steps
+from datatrove_ckpt.preflight.job_check import check_job, check_step_order
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.process.gc_tuning import gc_paused
 
 
-def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
+def check_before_run(executor: PipelineExecutor) -> None:
     """All checks that need more than the settings. It starts nothing, and tells each runner the steps before it.
-
-    Args:
-        retries_dead_letters: the run processes dead letters, so the input may be gone.
 
     Raises:
         ConfigError: a folder that is a file, input that is not there, or a requirement that is missing on this machine.
@@ -36,30 +36,25 @@ def check_before_run(executor: Any, retries_dead_letters: bool = False) -> None:
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
-    check_folders(executor)
-    if not retries_dead_letters:
-        check_inputs(executor)
-    check_launch(executor)
+    plan = RunPlan.of(executor)
+    _check_folders(plan)
+    if not plan.retries:
+        _check_inputs(plan)
+    _check_launch(plan)
     with ExitStack() as stack:
-        for _, step, _ in checkpointed_steps(executor):
+        for step, _ in plan.kept:
             stack.enter_context(naming_mirror(step))
-        check_job(executor)
-        check_inputs_unchanged(executor)
-        check_hub(executor)
-        check_output(executor, before=True)
-    note_steps(executor)
-    for _, step, root in checkpointed_steps(executor):
-        if root.is_dir():  # no rank will upload these itself, because datatrove does not start it again
-            mirror_finished_ranks(step, root)
+        check_job(plan)
+        check_inputs_unchanged(plan)
+        _check_hub(plan)
+        check_output(plan, before=True)
+    note_steps(plan)
+    for step, root in plan.kept:
+        if step.checkpoints_remote_dir is not None and root.is_dir():
+            from datatrove_ckpt.mirror.changing import upload_finished_ranks
 
-
-def checkpointed_steps(executor: Any) -> Iterator[tuple[int, InferenceRunner, Path]]:
-    """Index, step and folder of each checkpoint that is on this machine."""
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(step, InferenceRunner) and step.checkpoints_local_dir is not None:
-            root = checkpoints_here(executor, step)
-            if root is not None:
-                yield index, step, root
+            # No rank will do it itself, because datatrove does not start those that are complete.
+            upload_finished_ranks(step.checkpoints_remote_dir, root)
 
 
 class Checked(NamedTuple):
@@ -74,54 +69,51 @@ class Checked(NamedTuple):
     inputs: int
 
 
-def check_after_run(executor: Any) -> Checked:
+def check_after_run(executor: PipelineExecutor) -> Checked:
     """What exit code 0 promises. Another run on the same folders may have finished ranks since ``check_before_run``.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
     """
-    check_job(executor, dry_run=True)
-    inputs = check_inputs_unchanged(executor)
-    return Checked(check_output(executor, before=False), inputs)
+    plan = RunPlan.of(executor)
+    check_job(plan, dry_run=True)
+    inputs = check_inputs_unchanged(plan)
+    return Checked(check_output(plan, before=False), inputs)
 
 
-def check_steps(executor: Any) -> None:
+def check_steps(plan: RunPlan) -> None:
     """The checks of settings that one step alone cannot see.
 
     Raises:
         ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
     """
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            check_rank_in_template(step.output_writer, executor.world_size)
-    check_step_order(executor.pipeline)
-    check_pipeline_folders(executor.pipeline)
+    for runner in plan.runners:
+        check_rank_in_template(runner.step.output_writer, plan.tasks)
+    check_step_order(plan.pipeline)
+    check_pipeline_folders(plan.pipeline)
 
 
-def check_folders(executor: Any) -> None:
+def _check_folders(plan: RunPlan) -> None:
     """Refuses local folders of the settings where there is a file.
 
     Raises:
         ConfigError: names the setting and the file.
     """
+    outputs = [runner.step.output_writer.output_folder for runner in plan.runners]
     folders: list[tuple[str, str | Path]] = []
-    if executor.logging_dir.is_local():
-        folders.append(("logging_dir", executor.logging_dir.resolve_paths("")))
-    folders += [("checkpoints_local_dir", root) for _, _, root in checkpointed_steps(executor)]
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner) and step.output_writer.output_folder.is_local():
-            folders.append(("output_folder", step.output_writer.output_folder.resolve_paths("")))
+    if plan.logging_dir.is_local():
+        folders.append(("logging_dir", plan.logging_dir.resolve_paths("")))
+    folders += [("checkpoints_local_dir", root) for _, root in plan.kept]
+    folders += [("output_folder", output.resolve_paths("")) for output in outputs if output.is_local()]
     for setting, folder in folders:
-        place = Path(folder).absolute()
-        while not place.exists() and place != place.parent:
-            place = place.parent
+        place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
                 f"{setting}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose another folder."
             )
 
 
-def check_inputs(executor: Any) -> None:
+def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
     Checks local folders only, and none that another executor has yet to create.
@@ -129,9 +121,9 @@ def check_inputs(executor: Any) -> None:
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
     """
-    if waits(executor):
+    if plan.waits:
         return
-    for index, step in enumerate(executor.pipeline):
+    for index, step in enumerate(plan.pipeline):
         folder = getattr(step, "data_folder", None)
         if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
             continue
@@ -145,28 +137,45 @@ def check_inputs(executor: Any) -> None:
         check_codecs(place, step, names)
 
 
-def check_hub(executor: Any) -> None:
+def _check_launch(plan: RunPlan) -> None:
+    """Refuses a local run whose servers cannot start. Jobs of a cluster run elsewhere, and may have what is missing.
+
+    Raises:
+        ConfigError: names the step and the setting.
+    """
+    if not plan.is_local or not plan.incomplete():
+        return
+    for runner in plan.runners:
+        try:
+            check_servers(runner.step.config)
+            check_monitoring(runner.step.monitoring)
+        except (ConfigError, ServerStartFailed) as error:
+            raise ConfigError(f"pipeline[{runner.index}] InferenceRunner: {error}") from error
+
+
+def _check_hub(plan: RunPlan) -> None:
     """Asks the hub whether tasks that will run may write to their output folders, and has missing repositories made.
 
     Raises:
         OutputFailed: see ``check_access``.
     """
-    for step in executor.pipeline:
-        if not isinstance(step, InferenceRunner) or (hub := hub_folder_of(step.output_writer)) is None:
+    for runner in plan.runners:
+        writer = runner.step.output_writer
+        if (hub := hub_folder_of(writer)) is None:
             continue
-        if step.retry_dead_letters or executor.get_incomplete_ranks():
-            check_access(hub, private_if_made(step.output_writer), committed=committed_here(executor, step))
+        if runner.step.retry_dead_letters or plan.incomplete():
+            check_access(hub, private_if_made(writer), committed=committed_here(runner))
 
 
-def committed_here(executor: Any, step: InferenceRunner) -> Callable[[], int] | None:
-    """Counts the output files that a step's checkpoints on this machine name; None if it has none here."""
-    if step.checkpoints_local_dir is None or (root := checkpoints_here(executor, step)) is None:
-        return None
-    return partial(committed_files, step.output_writer, root)
+def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
+    """Counts the output files that a runner's checkpoints on this machine name; None if it has none here."""
+    root = runner.root
+    return None if root is None else partial(committed_files, runner.step.output_writer, root)
 
 
+@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
-    executor: Any, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
+    plan: RunPlan, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
 ) -> int | None:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
 
@@ -181,17 +190,16 @@ def check_output(
         CkptError: see ``check_output_of_run``.
     """
     files: int | None = None
-    for index, step, root in checkpointed_steps(executor):
-        if index not in without:
+    for runner in plan.runners:
+        if (root := runner.root) is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
-            here = before and isinstance(executor, LocalPipelineExecutor) and step.checkpoints_remote_dir is None
-            first = getattr(executor, "local_rank_offset", 0)
+            here = before and plan.is_local and runner.step.checkpoints_remote_dir is None
             files = (files or 0) + check_output_of_run(
-                step.output_writer,
+                runner.step.output_writer,
                 root,
-                executor.logging_dir.resolve_paths(""),
-                executor.world_size,
-                first_starts=range(first, first + executor.local_tasks) if here else (),
+                plan.logging_dir.resolve_paths(""),
+                plan.tasks,
+                first_starts=plan.local_ranks if here else (),
                 patience_seconds=patience_seconds,
             )
     return files

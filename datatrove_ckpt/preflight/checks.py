@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
+
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.errors import CheckpointError
-from datatrove_ckpt.formatting import byte_size, duration
+from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.errors import CheckpointError, CkptError
+from datatrove_ckpt.formatting import byte_size, duration, error_text
 from datatrove_ckpt.output.names import STAGING
-from datatrove_ckpt.preflight.file_systems import MOUNTS, FilesystemTraits, find_mount, traits
+from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
     SMALL_GROUP,
     NotDeleted,
     RemoteFailed,
-    existing_part,
     measure_disk,
     probe_folder,
     probe_object,
@@ -45,22 +48,33 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class PreflightCheck:
-    """The result of one check.
+class Finding:
+    """What a check has found. A check is a generator of them.
 
     Attributes:
-        subject: what was checked, such as "checkpoints".
-        what: which property, such as "locks".
+        what: which property was checked, such as "locks".
         message: what was found, and what to do about it.
+        subject: what was checked, such as "checkpoints". ``about`` adds it.
     """
 
     state: State
-    subject: str
     what: str
     message: str
+    subject: str = ""
 
     def __str__(self) -> str:
         return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
+
+
+def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
+    """What a check finds, about its subject. A check that fails is a problem."""
+    try:
+        for found in check:
+            yield replace(found, subject=found.subject or subject)
+    except CkptError as error:
+        yield Finding("problem", "checked", str(error), subject)
+    except Exception as error:  # a list of all problems is worth more than the traceback of one
+        yield Finding("problem", "checked", f"this could not be checked: {error_text(error)}.", subject)
 
 
 @dataclass(frozen=True)
@@ -90,84 +104,74 @@ def file_system(folder: Path) -> FilesystemTraits:
 
 
 def check_checkpoints(
-    subject: str, folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
-) -> list[PreflightCheck]:
+    folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
+) -> Iterator[Finding]:
     """Checks ``checkpoints_local_dir``. ``moves``: a task may restart on another node."""
 
-    def check() -> list[PreflightCheck]:
-        tries = [
-            partial(_check_lock, subject),
-            partial(_check_sqlite, subject),
-            partial(_check_sync, subject, sync_seconds),
-        ]
-        checks = _try_locally(subject, folder, tries)
-        checks += [_check_kind(subject, file_system(folder), mirrored, moves), check_room(subject, folder, need)]
-        return checks + _check_ranks(subject, folder)
+    def check() -> Iterator[Finding]:
+        yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
+        yield _check_kind(file_system(folder), mirrored, moves)
+        yield check_room(folder, need)
+        yield from _check_ranks(folder)
 
-    return _answered(subject, folder, check)
+    yield from _answered(folder, check())
 
 
-def check_local_output(
-    subject: str, folder: Path, template: str, need: Need, moves: bool = False
-) -> list[PreflightCheck]:
+def check_local_output(folder: Path, template: str, need: Need, moves: bool = False) -> Iterator[Finding]:
     """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
 
-    def check() -> list[PreflightCheck]:
-        checks = _try_locally(subject, folder, [partial(_check_staging, subject, folder, template)])
+    def check() -> Iterator[Finding]:
+        yield from _try_locally(folder, partial(_check_staging, folder, template))
         kind = file_system(folder)
         if not kind.lasts:
-            checks.append(PreflightCheck("warning", subject, "file system", f"{kind.name}. {' '.join(kind.concerns)}"))
+            yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
         elif moves and not kind.shared:
-            checks.append(PreflightCheck("warning", subject, "file system", f"{kind.name}. {_ON_ONE_NODE}"))
-        return [*checks, check_room(subject, folder, need)]
+            yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+        yield check_room(folder, need)
 
-    return _answered(subject, folder, check)
+    yield from _answered(folder, check())
 
 
-def _answered(subject: str, folder: Path, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
+def _answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
     """Runs a check with a time limit: on a network file system without its server every call blocks."""
     try:
-        return within(REMOTE_SECONDS, check, str(folder))
+        return within(REMOTE_SECONDS, lambda: list(check), str(folder))
     except RemoteFailed as error:
-        return [PreflightCheck("problem", subject, "reachable", f"{error} Repair the mount, or choose another folder.")]
+        return [Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")]
 
 
-def _try_locally(subject: str, folder: Path, tries: Sequence[Callable[[Path], PreflightCheck]]) -> list[PreflightCheck]:
+def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
     """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
-    checks: list[PreflightCheck] = []
     try:
         with probe_folder(folder) as probe:
-            checks.append(_check_writable(subject, folder, probe))
-            checks += [attempt(probe) for attempt in tries]
+            yield _check_writable(folder, probe)
+            yield from (attempt(probe) for attempt in tries)
     except (CheckpointError, OSError) as error:
-        checks.append(PreflightCheck("problem", subject, "writable", f"{folder}: {error}"))
-    return checks
+        yield Finding("problem", "writable", f"{folder}: {error}")
 
 
-def _check_writable(subject: str, folder: Path, probe: Path) -> PreflightCheck:
+def _check_writable(folder: Path, probe: Path) -> Finding:
     files.disk.replace(probe / "written", b"datatrove-ckpt")
     if (probe / "written").read_bytes() != b"datatrove-ckpt":
-        return PreflightCheck("problem", subject, "writable", f"{folder} does not return what was written to it.")
+        return Finding("problem", "writable", f"{folder} does not return what was written to it.")
     made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
-    return PreflightCheck("ok", subject, "writable", f"{folder}{made}")
+    return Finding("ok", "writable", f"{folder}{made}")
 
 
-def _check_kind(subject: str, kind: FilesystemTraits, mirrored: bool, moves: bool) -> PreflightCheck:
+def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
     text = " ".join([f"{kind.name}.", *kind.concerns])
     if kind.unsupported:
-        return PreflightCheck("problem", subject, "file system", text)
+        return Finding("problem", "file system", text)
     if not kind.lasts and mirrored:
-        return PreflightCheck("ok", subject, "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
+        return Finding("ok", "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
     if not kind.lasts:
         text += " Or keep a mirror: set checkpoints_remote_dir."
     elif moves and not mirrored and not kind.shared:
-        return PreflightCheck(
-            "warning", subject, "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
-        )
-    return PreflightCheck("warning" if kind.concerns else "ok", subject, "file system", text)
+        return Finding("warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir.")
+    return Finding("warning" if kind.concerns else "ok", "file system", text)
 
 
-def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
+def check_room(folder: Path, need: Need) -> Finding:
     """Compares free bytes and inodes with the need. A quota is noticed only when it is used up, by the probe."""
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
@@ -186,27 +190,22 @@ def check_room(subject: str, folder: Path, need: Need) -> PreflightCheck:
         text += f" At least {need.files} inodes are needed."
     if state != "ok":
         text += " Free some space, choose another folder, or make records_per_chunk smaller."
-    return PreflightCheck(state, subject, "room", text)
+    return Finding(state, "room", text)
 
 
-def _check_ranks(subject: str, folder: Path) -> list[PreflightCheck]:
+def _check_ranks(folder: Path) -> Iterator[Finding]:
     """Rank folders of an earlier run that this user cannot write."""
     if not folder.is_dir():
-        return []
+        return
     ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
     refused = [rank for rank in ranks if not os.access(rank, os.R_OK | os.W_OK | os.X_OK)]
     inside = [path for rank in ranks if rank not in refused for path in rank.iterdir()]
     # A running rank removes files meanwhile; those are fine.
     refused += [path for path in inside if not os.access(path, os.R_OK | os.W_OK) and path.exists()]
-    if not refused:
-        return []
-    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-    text = f"{refused[0]}{more}: from an earlier run, and this user cannot write there."
-    return [
-        PreflightCheck(
-            "problem", subject, "earlier run", f"{text} Make them writable, or continue as the user who created them."
-        )
-    ]
+    if refused:
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        text = f"{refused[0]}{more}: from an earlier run, and this user cannot write there. Make them writable, or "
+        yield Finding("problem", "earlier run", f"{text}continue as the user who created them.")
 
 
 _SECOND_PROCESS = """
@@ -233,55 +232,53 @@ def _second_process(how: str, path: Path) -> str:
     return str(json.loads(ended.stdout)) if ended.returncode == 0 else ended.stderr.strip()[-200:]
 
 
-def _check_lock(subject: str, probe: Path) -> PreflightCheck:
+def _check_lock(probe: Path) -> Finding:
     lock = files.Lock(probe / LOCK)
     try:
         found = _second_process("flock", lock.path) if lock.works else "no locks"
     finally:
         lock.release()
     if found == "kept out":
-        return PreflightCheck("ok", subject, "locks", "a second process is kept out (tried on this machine only).")
+        return Finding("ok", "locks", "a second process is kept out (tried on this machine only).")
     if found == "no locks":
         text = (
             "the file system has no locks. Of two processes for one rank, the first notices the second only after that "
             "has started: start no rank twice, or choose a folder with locks."
         )
-        return PreflightCheck("warning", subject, "locks", text)
+        return Finding("warning", "locks", text)
     text = f"a second process was not kept out ({found}). Choose a folder with working locks, or mount it with them."
-    return PreflightCheck("problem", subject, "locks", text)
+    return Finding("problem", "locks", text)
 
 
-def _check_sqlite(subject: str, probe: Path) -> PreflightCheck:
+def _check_sqlite(probe: Path) -> Finding:
     try:
         cache = RequestCache(probe / CACHE)
     except CheckpointError as error:
-        return PreflightCheck("problem", subject, "SQLite", f"the request cache cannot be opened here: {error}")
+        return Finding("problem", "SQLite", f"the request cache cannot be opened here: {error}")
     try:
         found = _second_process("sqlite", cache.path)
     finally:
         cache.close()
     if found == "kept out":
-        return PreflightCheck(
-            "ok", subject, "SQLite", "WAL without shared memory works, and a second process is kept out."
-        )
+        return Finding("ok", "SQLite", "WAL without shared memory works, and a second process is kept out.")
     text = f"a second process was not kept out of the request cache ({found}): start no rank twice."
-    return PreflightCheck("warning", subject, "SQLite", text)
+    return Finding("warning", "SQLite", text)
 
 
-def _check_sync(subject: str, sync_seconds: Seconds, probe: Path) -> PreflightCheck:
+def _check_sync(sync_seconds: Seconds, probe: Path) -> Finding:
     sync = measure_disk(probe, SMALL_GROUP, seconds=1.0).sync
     text = f"{byte_size(SMALL_GROUP)} take {sync}"
     if sync_seconds == 0:
-        return PreflightCheck("ok", subject, "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
+        return Finding("ok", "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
     interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds
     share = sync.median / interval
     text += f"; one every {duration(interval)} (sync_seconds: {sync_seconds}) takes {100 * share:.2g} % of the time"
     if share < _SLOW_SHARE:
-        return PreflightCheck("ok", subject, "syncs", f"{text}.")
-    return PreflightCheck("warning", subject, "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
+        return Finding("ok", "syncs", f"{text}.")
+    return Finding("warning", "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
-def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> PreflightCheck:
+def _check_staging(folder: Path, template: str, probe: Path) -> Finding:
     """A file is published by a rename, which works only within one file system."""
     files.disk.make_dir(probe / "staging")
     files.disk.replace(probe / "staging" / "file", b"staged")
@@ -293,26 +290,23 @@ def _check_staging(subject: str, folder: Path, template: str, probe: Path) -> Pr
     elsewhere = [path for path in places if path.is_dir() and path.stat().st_dev != probe.stat().st_dev]
     if elsewhere:
         text = f"{elsewhere[0]} is on another file system than {folder}: files cannot be renamed into place."
-        return PreflightCheck(
-            "problem", subject, "staging", f"{text} Choose an output_folder that is on one file system."
-        )
-    return PreflightCheck("ok", subject, "staging", "files can be renamed into place.")
+        return Finding("problem", "staging", f"{text} Choose an output_folder that is on one file system.")
+    return Finding("ok", "staging", "files can be renamed into place.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
-def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightCheck:
-    """Writes an object to a datatrove ``DataFolder`` of any kind, asks for its size, and deletes it.
+def check_remote(folder: DataFolder, deletes: bool = False) -> Iterator[Finding]:
+    """Writes an object to a folder of any kind, asks for its size, and deletes it.
 
     Args:
         deletes: the run also deletes objects there.
     """
     url = folder.resolve_paths("")
     if commits_each_write(folder):
-        return PreflightCheck(
-            "ok", subject, "reachable", f"{url} is not tested: each write would be a commit in its history."
-        )
+        yield Finding("ok", "reachable", f"{url} is not tested: each write would be a commit in its history.")
+        return
 
     def attempt() -> float:
         with probe_object(folder) as upload:
@@ -320,24 +314,17 @@ def check_remote(subject: str, folder: Any, deletes: bool = False) -> PreflightC
 
     try:
         seconds = within(REMOTE_SECONDS, attempt, url)
+        yield Finding("ok", "reachable", f"{url}: a small object was written in {duration(seconds)} and deleted.")
     except NotDeleted as error:
         if deletes:
-            return PreflightCheck(
-                "problem", subject, "reachable", f"{error} The mirror deletes old versions: allow it."
-            )
-        return PreflightCheck(
-            "warning", subject, "reachable", f"{error} A run deletes nothing there, so this is no problem."
-        )
+            yield Finding("problem", "reachable", f"{error} The mirror deletes old versions: allow it.")
+        else:
+            yield Finding("warning", "reachable", f"{error} A run deletes nothing there, so this is no problem.")
     except RemoteFailed as error:
-        return PreflightCheck(
-            "problem", subject, "reachable", f"{error} Correct the address, the key or its permissions."
-        )
-    return PreflightCheck(
-        "ok", subject, "reachable", f"{url}: a small object was written in {duration(seconds)} and deleted."
-    )
+        yield Finding("problem", "reachable", f"{error} Correct the address, the key or its permissions.")
 
 
-def commits_each_write(folder: Any) -> bool:
+def commits_each_write(folder: DataFolder) -> bool:
     """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
     protocol = folder.fs.protocol
     return "hf" in ((protocol,) if isinstance(protocol, str) else protocol) and not str(folder.path).removeprefix(
@@ -351,26 +338,139 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        ended.set()
-
-    # An event, because an interrupted ``join`` marks the thread as dead.
-    ended = threading.Event()
-    threading.Thread(target=run, daemon=True).start()
+    result = in_thread(function, "datatrove-ckpt check")
     try:
-        ended.wait(seconds)
+        wait([result], seconds)
     except KeyboardInterrupt:
-        ended.wait(_GRACE_SECONDS)  # it removes its probe
+        wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
-    if errors:
-        raise errors[0]
-    if not results:
+    if not result.done():
         raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
-    return results[0]
+    return result.result()
+
+
+# Which file system a folder is on -------------------------------------------------------------------------------------
+#
+# Read from /proc/mounts, with what it means for checkpoints. SQLite in its usual WAL mode shares memory between
+# processes, which no network file system offers. The request cache takes its lock once and keeps it
+# (``locking_mode=EXCLUSIVE``), so it needs no shared memory. A file system must offer four things: locks, appends,
+# renames, and syncs that reach permanent storage.
+
+MOUNTS = Path("/proc/mounts")
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = {
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "lustre": "Lustre",
+    "gpfs": "GPFS",
+    "beegfs": "BeeGFS",
+    "ceph": "CephFS",
+    "cifs": "SMB",
+    "smb3": "SMB",
+    "wekafs": "WekaFS",
+    "fuse.glusterfs": "GlusterFS",
+    "fuse.juicefs": "JuiceFS",
+    "fuse.sshfs": "sshfs",
+    "9p": "9p",
+    "virtiofs": "virtiofs",
+}
+_OBJECT_STORES = ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount")
+# Mount options that make locks visible to this machine only.
+_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/mounts."""
+
+    point: Path
+    kind: str
+    source: str
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
+class FilesystemTraits:
+    """The properties of a file system that matter for checkpoints.
+
+    Attributes:
+        name: its usual name.
+        lasts: files survive a restart of this machine.
+        shared: other machines see the same files.
+        concerns: warnings, one sentence each.
+        unsupported: a checkpoint cannot be kept on it.
+    """
+
+    name: str
+    lasts: bool = True
+    shared: bool = False
+    concerns: tuple[str, ...] = ()
+    unsupported: bool = False
+
+
+def find_mount(path: Path, mounts: str) -> Mount | None:
+    """The mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, does not tell."""
+    found = None
+    for line in mounts.splitlines():
+        fields = [_unescape(field) for field in line.split(" ")]
+        if len(fields) < 4 or not path.is_relative_to(fields[1]):
+            continue
+        mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
+        # Of two mounts at one point, the later one counts.
+        if found is None or len(mount.point.parts) >= len(found.point.parts):
+            found = mount
+    return found
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+
+
+def traits(mount: Mount | None) -> FilesystemTraits:
+    """The traits that follow from the mount's type and options."""
+    if mount is None:
+        return FilesystemTraits("a file system of unknown kind")
+    if mount.kind in _IN_MEMORY:
+        return FilesystemTraits(
+            f"{mount.kind} (memory)", lasts=False, concerns=("It is lost when the machine or container stops.",)
+        )
+    if mount.kind == "overlay":
+        concerns = ["It is lost when the container is removed: mount a volume."]
+        if "volatile" in mount.options:
+            concerns.append("It is mounted as volatile: syncs do nothing.")
+        return FilesystemTraits("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
+    if mount.kind in _NETWORK:
+        return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
+    if mount.kind.startswith("fuse") and _is_object_store(mount):
+        return FilesystemTraits(
+            f"{mount.kind} (an object store)",
+            shared=True,
+            concerns=(
+                "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL.",
+            ),
+            unsupported=True,
+        )
+    return FilesystemTraits(f"{mount.kind} (local)")
+
+
+def _is_object_store(mount: Mount) -> bool:
+    names = {mount.kind.removeprefix("fuse."), mount.source}
+    return any(name in names for name in _OBJECT_STORES)
+
+
+def _network_concerns(mount: Mount) -> tuple[str, ...]:
+    local = sorted(mount.options & _LOCAL_LOCKS)
+    if local:
+        return (
+            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the other process is "
+            "noticed only after it has started. Mount it with locks that all nodes see "
+            "(Lustre: flock; NFS: without nolock and local_lock).",
+        )
+    if mount.kind == "lustre" and "flock" not in mount.options:
+        return (
+            "It is mounted without flock: mount it with -o flock, or two processes for a rank notice each other late.",
+        )
+    if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
+        return ("Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 has its own.",)
+    return ()

@@ -1,53 +1,62 @@
 """``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs.
 
-The checks change nothing; ``cli/preflight_commands.py`` prints them.
+The checks change nothing; ``cli/run.py`` prints them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Collection
+import os
+import posixpath
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.io import get_datafolder
+from datatrove.executor.base import PipelineExecutor
+from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
+from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
-from datatrove_ckpt.formatting import error_text, plural
+from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.job_check import check_job
-from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.inference.servers.endpoint import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ask_endpoints, check_servers
 from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
-from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.trial import check_writable
+from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
+from datatrove_ckpt.output.names import fields_of_documents, writer_name
+from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
-    PreflightCheck,
+    Finding,
+    Need,
     State,
+    about,
     check_checkpoints,
     check_local_output,
     check_remote,
     within,
 )
-from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
-from datatrove_ckpt.preflight.input_checks import Sample, check_input
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged, waits
+from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_workers
+from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
-from datatrove_ckpt.preflight.shares import check_workers, workers_of
-from datatrove_ckpt.preflight.space import Needs, answer_bytes, check_space, estimate
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
+from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ANSWER = {
@@ -57,116 +66,116 @@ _ANSWER = {
 }
 
 
-def examine(executor: Any, documents_per_second: float | None = None) -> list[PreflightCheck]:
+@dataclass
+class Look:
+    """What the checks look at.
+
+    Attributes:
+        documents_per_second: of one task, for the room that it needs while the hub refuses commits; None: not given.
+        sample: of the input, once it has been read.
+    """
+
+    plan: RunPlan
+    documents_per_second: float | None
+    sample: Sample = field(default_factory=Sample)
+
+    def needs(self, step: InferenceRunner) -> Needs:
+        most, remote = most_documents(step.config), not step.output_writer.output_folder.is_local()
+        return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
+
+
+def examine(executor: PipelineExecutor, documents_per_second: float | None = None) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem.
 
     Args:
-        documents_per_second: of one task, for the room that it needs while the hub refuses commits.
+        documents_per_second: see ``Look``.
     """
-    checks = _guarded("pipeline", lambda: _check_steps(executor))
-    checks += _guarded("logging_dir", lambda: [check_remote("logging_dir", executor.logging_dir)])
-    sample = Sample()
+    look = Look(plan := RunPlan.of(executor), documents_per_second)
+    yield from about("pipeline", _check_steps(plan))
+    yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
-    several = sum(isinstance(step, InferenceRunner) for step in executor.pipeline) > 1
-    for index, step in enumerate(executor.pipeline):
-        place = f"pipeline[{index}] " if several else ""
+    runners = {runner.index: runner for runner in plan.runners}
+    for index, step in enumerate(plan.pipeline):
+        place = f"pipeline[{index}] " if len(runners) > 1 else ""
         if isinstance(step, BaseReader):
-            workers = workers_of(executor)
-            found, first = check_input(f"{place}input", step, executor.world_size, workers, waits(executor))
-            checks += found
-            sample = sample if sample.number else first
-        if isinstance(step, InferenceRunner):
-            found = _check_runner(place, step, sample, executor, index)
-            unreachable += [index] if _is_unreachable(f"{place}output", found) else []
-            checks += found
-            checks += _check_hub(place, step, sample, executor, documents_per_second)
-    checks += _guarded("job", lambda: check_workers("job", executor))
-    return [*checks, *_guarded("job", lambda: check_earlier_runs(executor, unreachable))]
+            checks, sample = check_input(step, plan.tasks, plan.at_once, plan.waits)
+            yield from about(f"{place}input", checks)
+            look.sample = look.sample if look.sample.number else sample
+        if (runner := runners.get(index)) is not None:
+            found = list(check_runner(look, place, runner))
+            if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
+                unreachable.append(index)
+            yield from found
+    yield from about("job", check_workers(plan))
+    yield from about("job", check_earlier_runs(plan, unreachable))
 
 
-def _guarded(subject: str, check: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
-    try:
-        return check()
-    except CkptError as error:
-        return [PreflightCheck("problem", subject, "checked", str(error))]
-    except Exception as error:  # a list of all problems is worth more than the traceback of one
-        return [PreflightCheck("problem", subject, "checked", f"this could not be checked: {error_text(error)}.")]
+def _check_steps(plan: RunPlan) -> Iterator[Finding]:
+    check_steps(plan)
+    yield from ()
 
 
-def _is_unreachable(subject: str, checks: list[PreflightCheck]) -> bool:
-    return any((check.state, check.subject, check.what) == ("problem", subject, "reachable") for check in checks)
-
-
-def _check_steps(executor: Any) -> list[PreflightCheck]:
-    check_steps(executor)
-    return []
-
-
-def _check_runner(place: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> list[PreflightCheck]:
-    server, checkpoints, output = f"{place}server", f"{place}checkpoints", f"{place}output"
-    checks = _guarded(server, lambda: _check_server(server, step.config))
-    ranks, moves = workers_of(executor), _moves(executor)
-    checks += _guarded(checkpoints, lambda: _check_checkpoints(checkpoints, step, sample, ranks, moves))
-    checks += _guarded(output, lambda: _check_output(output, step, sample, ranks, executor))
-    checks += _guarded(output, lambda: [_check_writer(output, step, sample)])
-    if step.output_writer.output_folder.is_local() and sample.documents:
-        checks += _guarded(output, lambda: [_check_space(output, step, sample, executor, index)])
-    remote, monitoring = step.checkpoints_remote_dir, step.monitoring
+def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
+    """The checks of what one runner names. ``place``: stands before the subjects."""
+    step, remote = runner.step, runner.step.checkpoints_remote_dir
+    yield from about(f"{place}server", _check_server(step.config))
+    yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
+    for check in (_check_output, _check_writer, _check_space):
+        yield from about(f"{place}output", check(look, runner))
     if remote is not None:
-        checks += _guarded(f"{place}mirror", lambda: [_check_mirror(f"{place}mirror", remote)])
-    if monitoring.wants_metrics or monitoring.wants_tracking:
-        checks += _guarded(f"{place}monitoring", lambda: [_check_monitoring(f"{place}monitoring", monitoring)])
-    return checks
+        yield from about(f"{place}mirror", _check_mirror(remote))
+    if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
+        yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
+    if (hub := hub_folder_of(step.output_writer)) is not None:
+        yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
+        if step.checkpoints_local_dir is not None:
+            yield from about(f"{place}checkpoints", _check_refusals(look, step))
 
 
-def _check_server(subject: str, config: Any) -> list[PreflightCheck]:
-    ready = check_server(subject, config)
-    checks = [ready, check_open_files(subject, config)]
+def _check_server(config: InferenceConfig) -> Iterator[Finding]:
+    """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
+    failed = ""
+    try:
+        check_servers(config)
+    except CkptError as error:
+        failed = str(error)
+    if failed:
+        yield Finding("problem", "ready", failed)
+    elif config.server_type == "endpoint":
+        yield Finding("ok", "ready", "the key is set, if the endpoint needs one.")
+    else:
+        yield Finding("ok", "ready", f"everything that {config.server_type} needs is installed here.")
+    yield _check_open_files(config)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
-    if config.server_type == "endpoint" and ready.state == "ok":
-        checks += check_endpoints(subject, config)
-    return checks
+    if config.server_type == "endpoint" and not failed:
+        yield from check_endpoints(config)
 
 
-def _needs(step: InferenceRunner, sample: Sample, ranks: int) -> Needs:
-    return estimate(
-        sample,
-        answer_bytes(step),
-        step.records_per_chunk,
-        most_documents(step.config),
-        ranks,
-        stages_remotely=not step.output_writer.output_folder.is_local(),
-    )
-
-
-def _check_checkpoints(
-    subject: str, step: InferenceRunner, sample: Sample, ranks: int, moves: bool
-) -> list[PreflightCheck]:
+def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
-        text = "none: a run that dies starts over. Set checkpoints_local_dir."
-        return [PreflightCheck("warning", subject, "folder", text)]
-    folder, need = step.checkpoints_root, _needs(step, sample, ranks).checkpoints
-    return check_checkpoints(subject, folder, step.sync_seconds, need, step.checkpoints_remote_dir is not None, moves)
+        yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
+        return
+    folder, need, mirrored = step.checkpoints_root, look.needs(step).checkpoints, step.checkpoints_remote_dir
+    yield from check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, not look.plan.is_local)
 
 
-def _check_output(
-    subject: str, step: InferenceRunner, sample: Sample, ranks: int, executor: Any
-) -> list[PreflightCheck]:
-    output = step.output_writer.output_folder
-    if (hub := hub_folder_of(step.output_writer)) is not None:
-        return [_check_access(subject, step, hub, executor)]
-    if not output.is_local():
-        return [check_remote(subject, output)]
-    folder = Path(output.resolve_paths("")).absolute()
-    template = step.output_writer.output_filename.template
-    return check_local_output(subject, folder, template, _needs(step, sample, ranks).output, _moves(executor))
+def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    writer = runner.step.output_writer
+    if (hub := hub_folder_of(writer)) is not None:
+        yield _check_access(runner, hub)
+    elif not writer.output_folder.is_local():
+        yield from check_remote(writer.output_folder)
+    else:
+        folder = Path(writer.output_folder.resolve_paths("")).absolute()
+        need, template = look.needs(runner.step).output, writer.output_filename.template
+        yield from check_local_output(folder, template, need, not look.plan.is_local)
 
 
-def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> PreflightCheck:
+def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     """Writes a document to memory, with an answer that is made up."""
-    writer, name = step.output_writer, writer_name(step.output_writer)
-    document = decode(sample.first) if sample.first else Document(text="text", id="id")
+    step, writer, name = runner.step, runner.step.output_writer, writer_name(runner.step.output_writer)
+    document = decode(look.sample.first) if look.sample.first else Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         check_writable(writer, 0, encode(document), document.id)
@@ -174,86 +183,84 @@ def _check_writer(subject: str, step: InferenceRunner, sample: Sample) -> Prefli
         text = f"{name} cannot write a document with an answer that is made up: {error_text(error.__cause__ or error)}."
         text += " Correct it, unless real answers are different."
         # Those of datatrove write any document. But an adapter or a schema may want another answer than this one.
-        return PreflightCheck("warning" if name.startswith("datatrove.") else "problem", subject, "writer", text)
-    return PreflightCheck("ok", subject, "writer", f"{name} writes a document with an answer that is made up.")
+        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
+    else:
+        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
 
 
-def _moves(executor: Any) -> bool:
-    """Whether a task may restart on another node."""
-    return not isinstance(executor, LocalPipelineExecutor)
-
-
-def _check_hub(
-    place: str, step: InferenceRunner, sample: Sample, executor: Any, documents_per_second: float | None
-) -> list[PreflightCheck]:
+def _check_rules_of_hub(look: Look, step: InferenceRunner, hub: HubFolder) -> Iterator[Finding]:
     """What the hub's rules mean for a job whose output is there."""
-    if (hub := hub_folder_of(step.output_writer)) is None:
-        return []
-    checkpoints, output, ranks = f"{place}checkpoints", f"{place}output", workers_of(executor)
-    checks = []
+    tasks, records = look.plan.tasks, step.records_per_chunk
     if not hub.is_bucket:
-        checks.append(check_commits(output, ranks, executor.world_size, step.hub_pace))
-    if sample.documents:
-        tasks, records = executor.world_size, step.records_per_chunk
-        chunks = tasks * math.ceil(sample.documents / tasks / records)
-        checks.append(check_files(output, step.output_writer, chunks, tasks, records))
-    if step.checkpoints_local_dir is not None:
-        given = documents_per_second
-
-        def refusals() -> list[PreflightCheck]:
-            rate = observed_rate(executor.logging_dir) if given is None else Rate(given, "as given")
-            folder = step.checkpoints_root
-            return [check_refusals(checkpoints, folder, sample, answer_bytes(step), ranks, rate)]
-
-        checks += _guarded(checkpoints, refusals)
-    return checks
+        yield check_commits(look.plan.at_once, tasks, step.hub_pace)
+    if look.sample.documents:
+        chunks = tasks * math.ceil(look.sample.documents / tasks / records)
+        yield check_files(step.output_writer, chunks, tasks, records)
 
 
-def _check_access(subject: str, step: InferenceRunner, hub: HubFolder, executor: Any) -> PreflightCheck:
-    private, committed = private_if_made(step.output_writer), committed_here(executor, step)
+def _check_refusals(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+    given = look.documents_per_second
+    rate = observed_rate(look.plan.logging_dir) if given is None else Rate(given, "as given")
+    yield check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, rate)
+
+
+def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
+    private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
     try:
         found = within(REMOTE_SECONDS, lambda: check_access(hub, private, only_look=True, committed=committed), hub.url)
     except CkptError as error:
-        return PreflightCheck("problem", subject, "reachable", str(error))
-    return PreflightCheck("ok", subject, "reachable", found)
+        return Finding("problem", "reachable", str(error))
+    return Finding("ok", "reachable", found)
 
 
-def _check_space(subject: str, step: InferenceRunner, sample: Sample, executor: Any, index: int) -> PreflightCheck:
-    limit = getattr(executor.pipeline[0], "limit", -1)
+def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    """Compares the free space with an estimate of the whole output, less what an earlier run has written.
+
+    The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
+    """
+    step, writer, sample = runner.step, runner.step.output_writer, look.sample
+    if not writer.output_folder.is_local() or not sample.documents:
+        return
+    limit = getattr(look.plan.pipeline[0], "limit", -1)
+    number = min(sample.documents, limit * look.plan.tasks) if limit > 0 else sample.documents
     # A step in between, or an adapter of the user, may drop or shorten documents.
-    kept = index == 1 and getattr(step.output_writer.adapter, "__func__", None) is DiskWriter._default_adapter
-    folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
-    return check_space(subject, folder, step, sample, limit * executor.world_size if limit > 0 else None, kept)
+    kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
+    folder = Path(writer.output_folder.resolve_paths("")).absolute()
+    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(writer) else 1
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    least = max(0, int(number * sample.mean / smaller) - there) if kept else 0
+    most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    state: State = "problem" if free < least else "warning" if free < most else "ok"
+    text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
+    text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
+    text += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    if sample.compressed and not sample.is_all:
+        text += f", compressed input counted {GROWTH} times"
+    if smaller > 1:
+        text += f", compressed output by 1/{smaller}"
+    advice = "" if state == "ok" else " Free some space, or choose another output_folder."
+    yield Finding(state, "space", f"{text}.{advice}")
 
 
-def _check_mirror(subject: str, remote: Any) -> PreflightCheck:
+def _check_mirror(remote: str) -> Iterator[Finding]:
     try:
         folder = get_datafolder(remote)
     except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
-        return PreflightCheck("problem", subject, "reachable", f"checkpoints_remote_dir: {remote}: {error}")
-    return check_remote(subject, folder, deletes=True)
+        yield Finding("problem", "reachable", f"checkpoints_remote_dir: {remote}: {error}")
+    else:
+        yield from check_remote(folder, deletes=True)
 
 
-def _check_monitoring(subject: str, config: MonitoringConfig) -> PreflightCheck:
+def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
     for name, path in {"metrics_file": config.metrics_file, "metrics_targets": config.metrics_targets}.items():
         if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
             text = f"monitoring.{name}: there is no folder {folder} here; without it nothing is written."
-            return PreflightCheck("warning", subject, "ready", text)
-    return PreflightCheck("ok", subject, "ready", "everything that it needs is installed here.")
-
-
-def check_server(subject: str, config: Any) -> PreflightCheck:
-    """Checks that what the server needs is installed and that its key is set. Starts nothing, sends nothing."""
-    try:
-        check_servers(config)
-        if config.server_type == "endpoint":
-            text = "the key is set, if the endpoint needs one."
-        else:
-            text = f"everything that {config.server_type} needs is installed here."
-    except CkptError as error:
-        return PreflightCheck("problem", subject, "ready", str(error))
-    return PreflightCheck("ok", subject, "ready", text)
+            yield Finding("warning", "ready", text)
+            return
+    yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
 # job checks -----------------------------------------------------------------------------------------------------------
@@ -265,66 +272,282 @@ _SHOWN_MODELS = 5
 _PATIENCE_SECONDS = 10.0
 
 
-def check_endpoints(subject: str, config: Any) -> list[PreflightCheck]:
+def check_endpoints(config: InferenceConfig) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
         answers = within(REMOTE_SECONDS, lambda: asyncio.run(ask_endpoints(config)), "endpoint_url")
     except CkptError as error:
-        return [PreflightCheck("problem", subject, "endpoint", str(error))]
+        return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
-    return [_check_answer(subject, answer, config.model_name_or_path, silent) for answer in answers]
+    return [_check_answer(answer, config.model_name_or_path, silent) for answer in answers]
 
 
-def _check_answer(subject: str, answer: EndpointAnswer, model: str, silent: State) -> PreflightCheck:
+def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     if answer.refused:
         text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
-        return PreflightCheck("problem", subject, "endpoint", text)
+        return Finding("problem", "endpoint", text)
     if answer.cause:
         text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url."
-        return PreflightCheck(silent, subject, "endpoint", text)
+        return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
             "Otherwise correct endpoint_url."
         )
-        return PreflightCheck("warning", subject, "endpoint", text)
+        return Finding("warning", "endpoint", text)
     if model in answer.models:
-        return PreflightCheck("ok", subject, "endpoint", f"{answer.url} answers, and serves {model}.")
+        return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")
     text = f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct model_name_or_path."
-    return PreflightCheck("problem", subject, "endpoint", text)
+    return Finding("problem", "endpoint", text)
 
 
-def check_open_files(subject: str, config: Any) -> PreflightCheck:
+def _check_open_files(config: InferenceConfig) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = requests_at_once(config.max_concurrent_generations, config.servers)
     needed, allowed = files_needed(requests, config.servers), limits()[1]
     if allowed < needed:
-        return PreflightCheck("problem", subject, "open files", too_low(requests, needed, allowed))
+        return Finding("problem", "open files", too_low(requests, needed, allowed))
     text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
-    return PreflightCheck("ok", subject, "open files", text)
+    return Finding("ok", "open files", text)
 
 
-def check_earlier_runs(executor: Any, unreachable: Collection[int] = ()) -> list[PreflightCheck]:
+def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> Iterator[Finding]:
     """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
 
     Args:
         unreachable: indices of steps whose output folder cannot be reached, which is reported already.
     """
-    output = partial(check_output, executor, True, unreachable, _PATIENCE_SECONDS)
-    return [
-        *_compared("job", "earlier runs", partial(check_job, executor, dry_run=True)),
-        *_compared("input", "of finished tasks", partial(check_inputs_unchanged, executor)),
-        *_compared("output", "of earlier runs", output),
-    ]
+    output = partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)
+    yield _compared("job", "earlier runs", partial(check_job, plan, dry_run=True))
+    yield _compared("input", "of finished tasks", partial(check_inputs_unchanged, plan))
+    yield _compared("output", "of earlier runs", output)
 
 
-def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> list[PreflightCheck]:
+def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> Finding:
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
-        return [PreflightCheck("problem", subject, what, str(error))]
+        return Finding("problem", what, str(error), subject)
     if not found or isinstance(found, int):
-        return [PreflightCheck("ok", subject, what, "nothing differs.")]
+        return Finding("ok", what, "nothing differs.", subject)
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
-    return [PreflightCheck("warning", subject, what, f"{found[0]} A run removes the marker and runs the task.{more}")]
+    return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
+
+
+# Space ----------------------------------------------------------------------------------------------------------------
+#
+# How much a run needs: at one time for checkpoints and output, and for the whole output in the end.
+
+# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
+_FILES_PER_RANK = 20
+_BYTES_PER_TOKEN = 4
+_COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The space that one runner needs."""
+
+    checkpoints: Need
+    output: Need
+
+
+def answer_bytes(step: InferenceRunner) -> int | None:
+    """The most bytes that the answers to one document may have; None without max_tokens.
+
+    A rollout that sends several requests is counted as if it sent one.
+    """
+    params = (step.config.default_generation_params or {}) | (getattr(step.rollout_fn, "generation_params", None) or {})
+    tokens = params.get("max_tokens") or params.get("max_completion_tokens")
+    return tokens * _BYTES_PER_TOKEN * step.config.rollouts_per_document if isinstance(tokens, int) else None
+
+
+def estimate(
+    sample: Sample,
+    answer: int | None,
+    records_per_chunk: int,
+    max_concurrent_documents: int,
+    ranks: int,
+    stages_remotely: bool,
+) -> Needs:
+    """The space that the checkpoint folder and a local output folder must have at one time.
+
+    At least: one chunk per rank as a journal, without answers; nothing for output, which may be compressed. At most:
+    with answers, both in the journal and in the request cache, for as many unfinished chunks as a rank can have (those
+    waiting to be published, the one being published, the one being filled, and those with documents in progress), and
+    one chunk per rank as uncompressed output.
+    """
+    inodes = _FILES_PER_RANK * ranks
+    if not sample.number:
+        unknown = Need(None, None, inodes, "no document could be read")
+        return Needs(unknown, unknown)
+    records, with_answer = records_per_chunk, sample.mean + (answer or 0)
+    chunks = MAX_PUBLISHING + 2 + math.ceil(max_concurrent_documents / records_per_chunk)
+    if sample.is_all:
+        records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
+    staged = int(ranks * records * with_answer)
+    most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
+    basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
+    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
+    here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
+    return Needs(
+        Need(int(ranks * records * sample.mean), most, inodes, here),
+        Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
+    )
+
+
+def _is_compressed(writer: DiskWriter) -> bool:
+    return writer.output_mg.compression not in (None, "infer") or writer.output_filename.template.endswith(_COMPRESSED)
+
+
+# The rules of the hub -------------------------------------------------------------------------------------------------
+#
+# What they mean for a job: commits per hour, files per folder, and room while the hub refuses commits. The rules are
+# those of a free account. A hub that refuses commits (429) says for how long, up to an hour. Generation goes on
+# meanwhile, so what is finished waits on the disk of the checkpoint: its journals and answers, and its files.
+
+FILES_PER_FOLDER = 10_000
+FILES_PER_REPOSITORY = 100_000
+_HOURS_OF_COMMITS = 24
+_TASKS_OBSERVED = 20
+
+
+def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
+    """Compares the commits of a job with what it may make in an hour.
+
+    Args:
+        ranks: tasks at once.
+        tasks: of the whole job. Each makes one commit at least.
+    """
+    planned = math.ceil(ranks * HOUR / pace.mean_seconds) if pace.seconds > 0 else None
+    number = "without a limit" if planned is None else f"about {planned} per hour"
+    text = f"{number}: {plural(ranks, 'task')} at once, a commit of each at least every {duration(pace.seconds)} "
+    text += f"(hub_commit_seconds). All together keep to {pace.per_hour} (hub_commits_per_hour)"
+    before_end = pace.most(ends=False)
+    state: State = "ok"
+    if before_end < pace.per_hour:
+        text += f", and to {before_end} before they end"
+    if planned is None or planned > before_end:
+        text += f", so a file waits about {duration(ranks * HOUR / before_end)} for its commit"
+    text += "."
+    if pace.per_hour > COMMITS_PER_HOUR:
+        text += f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to an hour."
+    if tasks > _HOURS_OF_COMMITS * pace.per_hour:
+        state = "warning"
+        text += (
+            f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
+            f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
+        )
+    return Finding(state, "commits", text)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Documents per second of one task, and where the number comes from. None: unknown."""
+
+    documents: float | None
+    source: str = ""
+
+
+def observed_rate(logging_dir: DataFolder) -> Rate:
+    """The mean rate of finished tasks, as datatrove's stats in an executor's ``logging_dir`` have it.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    documents = seconds = 0.0
+    tasks = 0
+    with file_system_call():
+        names = logging_dir.list_files("stats", glob_pattern="*.json") if logging_dir.isdir("stats") else []
+        for name in names[:_TASKS_OBSERVED]:
+            found = _rate_of(json.loads(logging_dir.cat_file(name)))
+            if found is not None:
+                documents, seconds, tasks = documents + found[0], seconds + found[1], tasks + 1
+    if not seconds or not documents:
+        return Rate(None)
+    return Rate(documents / seconds, f"as the stats of {plural(tasks, 'finished task')} say")
+
+
+def _rate_of(stats: Any) -> tuple[float, float] | None:
+    """Documents and seconds of a task; None if its stats do not tell them."""
+    with suppress(KeyError, TypeError, ValueError):
+        for step in stats:
+            found = step["stats"]
+            if "inference_time" in found:
+                number = found["documents"] if "documents" in found else found["documents_processed"]
+                return _total(number), _total(found["inference_time"])
+    return None
+
+
+def _total(stat: Any) -> float:
+    return float(stat["total"] if isinstance(stat, dict) else stat)
+
+
+def check_refusals(folder: Path, sample: Sample, answer: int | None, ranks: int, rate: Rate) -> Finding:
+    """Compares the free bytes with what piles up in an hour in which the hub takes no commit.
+
+    Args:
+        folder: ``checkpoints_local_dir``.
+        answer: bytes of the answers to one document; None if unknown.
+        ranks: tasks at once, on this disk.
+    """
+    what = "while the hub refuses commits"
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    if not sample.number:
+        text = f"{byte_size(free)} free; what an hour needs {what} cannot be estimated: no document could be read."
+        return Finding("ok", "room for refusals", text)
+    # The journal and the staged file hold document and answer, the request cache the answer.
+    each = 2 * (sample.mean + (answer or 0)) + (answer or 0)
+    answers = "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    basis = f"{plural(ranks, 'task')} at once, documents of {byte_size(sample.mean)}, {answers}"
+    if rate.documents is None:
+        text = f"{byte_size(free)} free; {what}, an hour of 1 document per second and task needs "
+        text += f"{byte_size(each * ranks * HOUR)} ({basis}). Give --documents-per-second to have it compared."
+        return Finding("ok", "room for refusals", text)
+    need = int(each * ranks * rate.documents * HOUR)
+    state: State = "ok" if free >= need else "warning"
+    text = f"{byte_size(free)} free; {what}, an hour needs up to {byte_size(need)}: {basis}, "
+    text += f"{rate.documents:.3g} documents per second and task, {rate.source}."
+    if state == "warning":
+        hours = free / need * HOUR
+        text += f" It is full after {duration(hours)}; then the job waits, and goes on by itself. Free some space."
+    return Finding(state, "room for refusals", text)
+
+
+def check_files(writer: DiskWriter, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
+    """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
+    folders = _folders(writer.output_filename, chunks, tasks)
+    in_folder = None if folders is None else math.ceil(chunks / folders)
+    text = f"about {plural(chunks, 'file')}"
+    text += "" if in_folder is None else f", up to {in_folder} in a folder"
+    advice = []
+    factor = chunks / FILES_PER_REPOSITORY
+    if chunks > FILES_PER_REPOSITORY:
+        advice.append(f"more than {FILES_PER_REPOSITORY} files in a repository")
+    if in_folder is not None and in_folder > FILES_PER_FOLDER:
+        advice.append(f"more than {FILES_PER_FOLDER} in a folder")
+        factor = max(factor, in_folder / FILES_PER_FOLDER)
+    if not advice:
+        return Finding("ok", "files", f"{text}.")
+    records = _round_up(records_per_chunk * factor)
+    text += f". The hub becomes slow with {' and with '.join(advice)}. Set records_per_chunk to {records} or more"
+    text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
+    return Finding("warning", "files", text)
+
+
+def _folders(template: Template, chunks: int, tasks: int) -> int | None:
+    """The number of folders among which a template spreads the files; None if documents decide it."""
+    folder = Template(posixpath.dirname(template.template))
+    if fields_of_documents(folder):
+        return None
+    names = folder.get_identifiers()
+    return chunks if "chunk_index" in names else tasks if "rank" in names else 1
+
+
+def _round_up(number: float) -> int:
+    """Two significant digits."""
+    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
+    return math.ceil(number / unit) * unit

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
-from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.preflight.checks import PreflightCheck, within
+from datatrove_ckpt.preflight.checks import Finding, within
+from datatrove_ckpt.preflight.inputs import check_codecs
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
-from datatrove_ckpt.preflight.requirements import check_codecs
-from datatrove_ckpt.preflight.shares import COMPRESSED, check_shares, grown
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
 from datatrove_ckpt.readers.inputs import list_input
@@ -61,9 +61,7 @@ class Sample:
         return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
-def check_input(
-    subject: str, reader: Any, tasks: int, workers: int = 1, waits: bool = False
-) -> tuple[list[PreflightCheck], Sample]:
+def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
 
     Args:
@@ -71,10 +69,10 @@ def check_input(
         waits: another executor will create the input.
     """
     if waits:
-        return [PreflightCheck("ok", subject, "readable", "is not read: another executor will create it.")], Sample()
+        return [Finding("ok", "readable", "is not read: another executor will create it.")], Sample()
     if not isinstance(reader, BaseDiskReader):
         text = "is not read: only readers of files are tested."
-        return [PreflightCheck("ok", subject, "readable", text)], Sample()
+        return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
     is_dataset, whole = isinstance(reader, HuggingFaceDatasetReader), reader
     if is_dataset:
@@ -86,26 +84,26 @@ def check_input(
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except (RemoteFailed, CkptError) as error:
-        return [PreflightCheck("problem", subject, "readable", str(error))], Sample()
+        return [Finding("problem", "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
-        return [PreflightCheck("problem", subject, "readable", text)], Sample()
+        return [Finding("problem", "readable", text)], Sample()
     if not sample.number and names and not sample.input_bytes:
-        return [PreflightCheck("warning", subject, "readable", f"{where}: all files are empty.")], sample
+        return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
-        return [PreflightCheck("problem", subject, "readable", text)], sample
+        return [Finding("problem", "readable", text)], sample
     which = "all" if sample.is_all else "the first"
     text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
     # With a limit, a task reads as many documents of a large file as of a small one.
     known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        shares = PreflightCheck("ok", subject, "shares", equal)
+        shares = Finding("ok", "shares", equal)
     else:
-        shares = check_shares(subject, names, known, tasks, workers)
-    return [PreflightCheck("ok", subject, "readable", text), shares, *_name_refused(subject, names, sample)], sample
+        shares = check_shares(names, known, tasks, workers)
+    return [Finding("ok", "readable", text), shares, *_name_refused(names, sample)], sample
 
 
 def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
@@ -117,15 +115,15 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _name_refused(subject: str, names: list[str], sample: Sample) -> list[PreflightCheck]:
+def _name_refused(names: list[str], sample: Sample) -> list[Finding]:
     if not sample.refused:
         return []
     shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
     text = f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
-    return [PreflightCheck("warning", subject, "files", text)]
+    return [Finding("warning", "files", text)]
 
 
-def _list(reader: Any) -> tuple[list[str], list[int]]:
+def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
     folder = reader.data_folder
     is_listed = not reader.paths_file and not isinstance(reader, HuggingFaceDatasetReader)
@@ -140,13 +138,13 @@ def _list(reader: Any) -> tuple[list[str], list[int]]:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
+def _read_some(reader: BaseDiskReader, names: list[str], file_sizes: list[int]) -> Sample:
     sizes: list[int] = []
     first = b""
     deadline = time.monotonic() + _SAMPLE_SECONDS
     refused: dict[int, NoDocument] = {}
 
-    def take(document: Any) -> bool:
+    def take(document: Document) -> bool:
         nonlocal first
         data = as_read(document).data
         first = first or data
@@ -161,7 +159,9 @@ def _read_some(reader: Any, names: list[str], file_sizes: list[int]) -> Sample:
     return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused, first)
 
 
-def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: dict[int, NoDocument]) -> bool:
+def _read_files(
+    reader: BaseDiskReader, files: int, take: Callable[[Document], bool], refused: dict[int, NoDocument]
+) -> bool:
     """Reads file after file until ``take`` is False. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
@@ -185,9 +185,112 @@ def _read_files(reader: Any, files: int, take: Callable[[Any], bool], refused: d
     return True
 
 
-def _advice(reader: Any, names: list[str]) -> str:
+def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
         text = explain(reader, names[0]) if names else ""
     return f"{names[0]!r}: {text}" if text else "Check data_folder, glob_pattern and text_key."
+
+
+# How the work is divided ----------------------------------------------------------------------------------------------
+#
+# Files among tasks, and tasks among workers. datatrove deals out whole files in the order of their names: task r gets
+# the files r, r + tasks, r + 2 * tasks, ... The largest task decides when the run ends, and a task without a file takes
+# a place in the queue for nothing.
+
+# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
+GROWTH = 4
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
+# How many times longer than with equal tasks a run may take because of its largest task.
+_LONGER = 2.0
+# Numbers of tasks right above the present one that are tried for a better division.
+_TRIED = 10
+
+
+def grown(name: str, size: int) -> int:
+    """The size of a file once it is read, about."""
+    return size * (GROWTH if name.endswith(COMPRESSED) else 1)
+
+
+def check_workers(plan: RunPlan) -> list[Finding]:
+    """Whether ``tasks_per_job`` leaves workers without a task."""
+    tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
+    if per_job == 1:
+        return []
+    text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
+    busy = min(tasks, workers)
+    if elements >= busy:
+        return [Finding("ok", "workers", f"{text}.")]
+    text = (
+        f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
+    )
+    return [Finding("warning", "workers", text)]
+
+
+def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int) -> Finding:
+    """Whether each task has input, and no task has so much that the others wait for it.
+
+    Args:
+        names: the files of the input, in datatrove's order.
+        sizes: their bytes; None if unknown, or if something else than the size decides how much of them is read.
+        workers: how many tasks run at once.
+    """
+    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
+    bytes_read = [grown(name, size) for name, size in zip(names, sizes or [], strict=False)]
+    shares = _shares(bytes_read, tasks) if any(bytes_read) else []
+    idle = shares.count(0) if shares else max(0, tasks - len(names))
+    if idle:
+        return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
+    if tasks == 1 or sizes is None or not shares:
+        return Finding("ok", "shares", f"{text}.")
+    share, longer = f"holds {_largest(shares)} of the bytes", _times_longer(shares, workers)
+    if longer < _LONGER:
+        return Finding("ok", "shares", f"{text}; the largest task {share}.")
+    rank = shares.index(max(shares))
+    number = _better_number(bytes_read, tasks, workers)
+    text = (
+        f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
+        f"as long as with equal tasks. {number or _split(names, sizes, rank, tasks)} Do it before the first start."
+    )
+    return Finding("warning", "shares", text)
+
+
+def _shares(sizes: Sequence[int], tasks: int) -> list[int]:
+    """The bytes of each task."""
+    return [sum(sizes[rank::tasks]) for rank in range(tasks)]
+
+
+def _times_longer(shares: Sequence[int], workers: int) -> float:
+    """How many times longer the largest task takes than a run in which all workers are busy to the end."""
+    return max(shares) * workers / sum(shares)
+
+
+def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:
+    """The tasks without input, and what to do."""
+    said, empty = f"{idle} of {tasks} tasks have no input: {text}", sizes.count(0)
+    if not empty:
+        return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
+    said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
+    return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
+
+
+def _better_number(sizes: Sequence[int], tasks: int, workers: int) -> str:
+    """A larger number of tasks, if one divides the input well."""
+    for number in [*range(tasks + 1, tasks + 1 + _TRIED), 2 * tasks, 4 * tasks, len(sizes)]:
+        if tasks < number <= len(sizes):
+            shares = _shares(sizes, number)
+            if all(shares) and _times_longer(shares, workers) < _LONGER:
+                return f"Set tasks to {number}: then the largest holds {_largest(shares)} of the bytes."
+    return ""
+
+
+def _split(names: Sequence[str], sizes: Sequence[int], rank: int, tasks: int) -> str:
+    """Advice for a file that is too large for any number of tasks."""
+    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
+    return f"Split {name!r} ({byte_size(size)}) into files of about {byte_size(sum(sizes) / tasks)}."
+
+
+def _largest(shares: Sequence[int]) -> str:
+    share = 100 * max(shares) / sum(shares)
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
@@ -18,17 +18,17 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.shares import Shares, read_shares
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.job_check import checkpoints_here
 from datatrove_ckpt.generation.run_identity import code_of
+from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline, differences
-from datatrove_ckpt.runner import InferenceRunner
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -37,25 +37,27 @@ _AS_ANOTHER_RUN = (
 )
 
 
-def waits(executor: Any) -> bool:
-    """Whether the executor waits for another one, which will create its input."""
-    return bool(getattr(executor, "depends", None) or getattr(executor, "depends_job_id", None))
+def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
+    """Refuses compressed input files whose package is not installed. ``reader``: any step with a ``data_folder``.
+
+    Raises:
+        ConfigError: names a file and the package.
+    """
+    compression = getattr(reader, "compression", None)
+    for name in names:
+        if advice := missing_codec(compression, name):
+            raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
 
 
-def note_steps(executor: Any) -> None:
+def note_steps(plan: RunPlan) -> None:
     """Tells each runner the steps before it, for the records of the ranks that will finish."""
-    if (first := getattr(executor, "depends", None)) is not None:
-        note_steps(first)
-    before: list[Any] = []
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            step.steps_before = describe_pipeline(before, code_of)
-            before = []
-        else:
-            before.append(step)
+    if plan.depends is not None:
+        note_steps(plan.depends)
+    for runner in plan.runners:
+        runner.step.steps_before = describe_pipeline(runner.before, code_of)
 
 
-def check_inputs_unchanged(executor: Any) -> int:
+def check_inputs_unchanged(plan: RunPlan) -> int:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
     Returns the number of files that were compared.
@@ -69,50 +71,45 @@ def check_inputs_unchanged(executor: Any) -> int:
         OSError: the input cannot be listed.
     """
     compared = 0
-    before: list[Any] = []  # since the last runner, which passes no documents on
-    for step in executor.pipeline:
-        if isinstance(step, InferenceRunner):
-            records = [] if step.checkpoints_local_dir is None else _records(executor, step)
-            if not step.retry_dead_letters:  # a retry does not run the steps before it
-                _check_steps(before, records)
-            if waits(executor):
-                records = []  # another executor has yet to create the input
-            readers = [one for one in before if isinstance(one, BaseDiskReader)]
-            records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
-            skip = step.retry_dead_letters or executor.skip_completed  # a retry does not read the input
-            resuming = set(executor.get_incomplete_ranks(skip_completed=skip)) if records else set()
-            root = checkpoints_here(executor, step) if records else None
-            shares = read_shares(root) if root else None
-            with Reading(revisions=Revisions(root) if root else None):  # a dataset is listed as the ranks read it
-                for number, reader in enumerate(readers):
-                    if step.retry_dead_letters and isinstance(reader, HuggingFaceDatasetReader):
-                        continue  # a listing would open the dataset
-                    if records and step.retry_dead_letters and _is_gone(reader):
-                        logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
-                        continue
-                    read = {rank: record.readers[number] for rank, record in records}
-                    compared += _check_reader(executor, reader, read, resuming, shares)
-            before = []
-        else:
-            before.append(step)
+    for runner in plan.runners:
+        if (root := runner.root) is None or not (records := _records(plan, root)):
+            continue
+        is_retry = runner.step.retry_dead_letters
+        if not is_retry:  # a retry does not run the steps before it
+            _check_steps(runner.before, records)
+        if plan.waits:
+            continue  # another executor has yet to create the input
+        readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
+        records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
+        if not records:
+            continue
+        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))  # a retry does not read the input
+        shares = read_shares(root)
+        with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
+            for number, reader in enumerate(readers):
+                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
+                    continue  # a listing would open the dataset
+                if is_retry and _is_gone(reader):
+                    logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
+                    continue
+                read = {rank: record.readers[number] for rank, record in records}
+                compared += _check_reader(plan.tasks, reader, read, resuming, shares)
     return compared
 
 
-def _records(executor: Any, step: InferenceRunner) -> list[tuple[int, ShardRecord]]:
+def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     """What each finished rank has read, if a record tells; also those of an earlier, larger number of tasks."""
-    if (root := checkpoints_here(executor, step)) is None:
-        return []
     records = []
     for rank in rank_numbers(root) if root.is_dir() else []:
         folder = rank_folder(root, rank)
         record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
-        if record is not None and read_run(folder / RUN).get("tasks") == executor.world_size:
+        if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
             records.append((rank, record))
     return records
 
 
-def _check_steps(pipeline: Sequence[Any], records: list[tuple[int, ShardRecord]]) -> None:
+def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
     listed = describe_pipeline(pipeline, code_of)
     changed = {rank: differences(record.pipeline, listed) for rank, record in records if record.pipeline is not None}
     ranks = [rank for rank, lines in changed.items() if lines]
@@ -142,15 +139,9 @@ class _Changes:
 
 
 def _check_reader(
-    executor: Any,
-    reader: BaseDiskReader,
-    records: dict[int, ReaderRecord],
-    resuming: set[int],
-    shares: Shares | None = None,
+    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int], shares: Shares | None
 ) -> int:
     """Returns the number of files that were compared."""
-    if not records:
-        return 0
     inputs = _list(reader, records)
     if shares is not None:
         shares.of(0).check_input(inputs.names)
@@ -167,7 +158,7 @@ def _check_reader(
         if rank in resuming:
             continue
         if shares is None:
-            names = inputs.of_rank(rank, executor.world_size).names
+            names = inputs.of_rank(rank, tasks).names
         else:  # part of a file is compared as the whole of it, by the rank that has its end
             read = {file.name for file in record.files}
             names = [part.name for part in shares.of(rank).parts if part.end is None or part.name in read]
@@ -175,7 +166,7 @@ def _check_reader(
         _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
     if changes.ranks:
         changes.added -= then.keys()
-        raise CheckpointMismatch(_message(reader, changes, {*range(executor.world_size)} <= records.keys() - resuming))
+        raise CheckpointMismatch(_message(reader, changes, {*range(tasks)} <= records.keys() - resuming))
     touched = sum(then[name].modified != now[name].modified for name in differences)
     if touched:
         logger.warning(
@@ -219,14 +210,12 @@ def _difference(then: FileRecord, now: FileRecord) -> str:
     return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
 
 
-def _compare(rank: int, record: ReaderRecord, names: Sequence[str], options: dict[str, Any], changes: _Changes) -> None:
+def _compare(rank: int, record: ReaderRecord, names: Sequence[str], now: dict[str, object], changes: _Changes) -> None:
     """Adds to ``changes`` what differs for one rank, which would read these files now."""
     read = {file.name for file in record.files}
     would_read = set(names[: len(record.files)] if record.limited else names)
     changes.added |= would_read - read
-    other = {
-        name: f"{value!r} -> {options[name]!r}" for name, value in record.options.items() if value != options[name]
-    }
+    other = {name: f"{value!r} -> {now[name]!r}" for name, value in record.options.items() if value != now[name]}
     changes.options |= other
     if other or would_read != read or not read.isdisjoint(changes.changed.keys() | changes.removed):
         changes.ranks.append(rank)

@@ -13,7 +13,7 @@ order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3)
 
 In their model the work stops during a save. Here it continues, so the overhead is that of the saving thread only, and
 the true optimum is at most theirs. C is what every save costs again: each byte is written once whatever the interval,
-so bytes do not count. Restarts cost the same at every interval and are left out. ``cli/preflight_commands.py`` prints
+so bytes do not count. Restarts cost the same at every interval and are left out. ``cli/run.py`` prints
 the result.
 """
 
@@ -22,9 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, SYNC_TUNING, Seconds, Tuning
 from datatrove_ckpt.errors import ConfigError
@@ -187,7 +186,7 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
     return Advice(place, str(folder), kind, disk, url, uploads, tuple(tables), tuple(notes))
 
 
-def _remote(step: InferenceRunner) -> tuple[Any, list[str]]:
+def _remote(step: InferenceRunner) -> tuple[DataFolder | None, list[str]]:
     """The remote folder to measure, if there is one, and notes about it."""
     url, output = step.checkpoints_remote_dir, step.output_writer.output_folder
     if url is not None:
@@ -199,7 +198,7 @@ def _remote(step: InferenceRunner) -> tuple[Any, list[str]]:
     return output, ["There is no mirror: set checkpoints_remote_dir to have one. The output's folder was measured."]
 
 
-def _measure_uploads(remote: Any) -> tuple[UploadCost, UploadCost]:
+def _measure_uploads(remote: DataFolder) -> tuple[UploadCost, UploadCost]:
     return measure_upload(remote, SMALL_OBJECT, seconds=5.0), measure_upload(remote, LARGE_OBJECT, seconds=10.0)
 
 

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from datatrove.io import DataFolder
+from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import duration
-from datatrove_ckpt.remote_errors import failure_text, file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -72,13 +75,6 @@ class UploadCost:
 
 
 # The local disk ------------------------------------------------------------------------------------------------------
-
-
-def existing_part(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 @contextmanager
@@ -157,7 +153,7 @@ class NotDeleted(RemoteFailed):
 
 
 @contextmanager
-def probe_object(folder: Any) -> Iterator[Callable[[bytes], float]]:
+def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
     """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it took.
 
     Each upload replaces the one before. The function also asks for the object's size, as a run does.
@@ -195,7 +191,7 @@ def probe_object(folder: Any) -> Iterator[Callable[[bytes], float]]:
         _remove_made(folder, made)
 
 
-def _pipe(folder: Any, name: str, content: bytes, made: list[str]) -> None:
+def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
     try:
         folder.pipe_file(name, content)
     except FileNotFoundError:  # this file system has real folders, and this one is missing; a run creates it
@@ -207,7 +203,7 @@ def _pipe(folder: Any, name: str, content: bytes, made: list[str]) -> None:
         folder.pipe_file(name, content)
 
 
-def _missing(fs: Any, path: str) -> list[str]:
+def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
     """The folder and its parents that do not exist, the deepest first."""
     missing = []
     while path and path != fs._parent(path) and not fs.exists(path):
@@ -216,7 +212,7 @@ def _missing(fs: Any, path: str) -> list[str]:
     return missing
 
 
-def _remove_made(folder: Any, made: list[str]) -> None:
+def _remove_made(folder: DataFolder, made: list[str]) -> None:
     for path in made:
         with suppress(Exception):  # another process may have put something into it meanwhile
             folder.fs.rmdir(path)
@@ -228,10 +224,10 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         with file_system_call():
             yield
     except OSError as error:
-        raise kind(f"{what}: {failure_text(error)}.") from error
+        raise kind(f"{what}: {failure_line(error)}.") from error
 
 
-def measure_upload(folder: Any, size: int, seconds: float) -> UploadCost:
+def measure_upload(folder: DataFolder, size: int, seconds: float) -> UploadCost:
     """Uploads an object of ``size`` bytes for ``seconds``, but at least three times.
 
     Raises:

@@ -5,7 +5,7 @@
     FAST_STOP    a second signal came: nothing is waited for
     ABORTED      what is in work is cut off, and not recorded: the drain is over, or the rank has failed
 
-Signal handlers drive it (``preemption.py``). The order of a stop is in ``generation/stop.py``.
+Signal handlers drive it (``preemption.py``). ``generation/scheduler.py`` has the order of a stop.
 
 ``request`` and ``fast_stop`` are called in signal handlers, which may have interrupted anybody: nothing here takes a
 lock or logs, and no callback may.
@@ -249,3 +249,10 @@ class Shutdown:
                         return True
                 except queue.Empty:
                     return False
+
+
+async def wait_until_cancelled() -> NoReturn:
+    """Never returns: ends only by cancellation."""
+    never = asyncio.Event()
+    while True:
+        await never.wait()

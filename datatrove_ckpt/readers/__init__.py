@@ -5,7 +5,6 @@
     tables.py          ParquetReader, IpcReader
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
-    retries.py         repeats reads from remote storage
     positions.py       how a position gets from a document to the checkpoint and back
     inputs.py          checks that the input is still the one that the position was made for
     extent.py          how much of the input is done: for percent and time left
@@ -14,7 +13,7 @@
     pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
     permutations.py    shuffled orders
 
-This package may import ``errors``, ``formatting``, ``backoff``, ``redaction``, ``remote_errors`` and ``config``.
+This package may import ``errors``, ``formatting``, ``redaction``, ``retrying`` and ``config``.
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the

@@ -23,6 +23,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
@@ -57,7 +58,6 @@ from datatrove_ckpt.readers.positions import (
     saved_skipped,
     start_reader,
 )
-from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.redaction import check_no_secrets, check_options
 
@@ -283,7 +283,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
         options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
         ask = partial(self.data_folder.get_shard, rank, world_size, **options)
-        found: list[str] | None = ask() if self.data_folder.is_local() else retrying(ask, self.data_folder.path)
+        found: list[str] | None = (
+            ask() if self.data_folder.is_local() else retrying.READING.run(ask, self.data_folder.path)
+        )
         return found
 
     def _documents(

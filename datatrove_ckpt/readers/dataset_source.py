@@ -24,12 +24,12 @@ from datatrove.io import DataFolder
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
-from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.tables import take_rows
-from datatrove_ckpt.remote_errors import http_status
+from datatrove_ckpt.retrying import http_status
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 Count = Callable[[int], object]
@@ -202,7 +202,7 @@ def _local_info(url: str, token: str | bool | None) -> dict[str, Any]:
         return {"size": 0}
     try:
         fs, path = _file_system(_innermost(url), token)
-        found: dict[str, Any] = retrying(lambda: fs.info(path), url)
+        found: dict[str, Any] = retrying.READING.run(lambda: fs.info(path), url)
         return found
     except FileNotFoundError:
         raise
@@ -235,7 +235,7 @@ def _hub_infos(
         some = list(paths[start : start + _PATHS_PER_REQUEST])
         look_up = partial(api.get_paths_info, repository, some, revision=commit, repo_type="dataset")
         try:
-            found = retrying(look_up, f"the files of {repository}")
+            found = retrying.READING.run(look_up, f"the files of {repository}")
         except Exception as error:
             if http_status(error) is None and not isinstance(error, OSError):
                 raise

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.errors import CkptError, InputError
-from datatrove_ckpt.remote_errors import failure_line, http_status
+from datatrove_ckpt.retrying import failure_line, http_status
 
 if TYPE_CHECKING:
     from datatrove.io import DataFolder

@@ -21,6 +21,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -39,7 +40,6 @@ from datatrove_ckpt.readers.positions import (
     State,
     job_revisions,
 )
-from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.readers.steps import plain_settings
@@ -223,7 +223,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         token = self.dataset_options.get("token")
         commit = self._commit(commit)
         try:
-            dataset = retrying(lambda: self._load(commit), f"the dataset {self.dataset}")
+            dataset = retrying.READING.run(lambda: self._load(commit), f"the dataset {self.dataset}")
         except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
@@ -270,7 +270,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         api = HfApi(token=self.dataset_options.get("token"))
         try:
-            found = retrying(lambda: api.dataset_info(repository, revision=revision), f"the dataset {repository}")
+            found = retrying.READING.run(
+                lambda: api.dataset_info(repository, revision=revision), f"the dataset {repository}"
+            )
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache

@@ -27,12 +27,12 @@ from datatrove.io import DataFolder, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, PLAIN_INTEGER, FilePosition, FileRead, State, in_pipeline
-from datatrove_ckpt.readers.retries import retrying
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.steps import plain_settings
 
@@ -123,7 +123,7 @@ class Inputs:
         if self.folder.is_local():
             return call()
         with naming_hub_input(self.folder, missing=False):
-            return retrying(call, self.folder.path)
+            return retrying.READING.run(call, self.folder.path)
 
     def sample(self, index: int) -> str:
         """A value that changes with the file's content; empty if the file system tells none, or if it is gone."""

@@ -27,13 +27,13 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
-from datatrove_ckpt.readers.retries import RetryingFile, retrying
 from datatrove_ckpt.readers.shard import Skipped
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
-        file: Any = retrying(lambda: folder.open(name, "rb"), name)
+        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
@@ -118,6 +118,19 @@ _HELD_BYTES = 2**27
 """The most that is kept of a shuffled row group at once, uncompressed."""
 _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class RetryingFile:
+    """A remote file opened for reading, whose reads are repeated."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class _Group(NamedTuple):

@@ -16,26 +16,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import orjson
 
+from datatrove_ckpt.config.inference_config import ENGINES, FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.rollouts.interface import Payload
 
-Engine: TypeAlias = Literal["vllm", "sglang", "llamacpp", "openai", "none"]
 Schema: TypeAlias = dict[str, Any]
 
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
 
 _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
-_NOT_TAKEN = {
-    ("llamacpp", "regex"): "llama.cpp takes no regex; use choice or json_schema",
-    ("openai", "regex"): "OpenAI's API takes no regex; use json_schema",
-    ("openai", "choice"): "OpenAI's API takes no choice; use json_schema with an enum",
-}
 
 
 class InvalidAnswer(ValueError):
@@ -81,22 +76,12 @@ class AnswerForm:
         """
         if self.kind is None or engine in ("none", CANNED):
             return {}
-        if why := _NOT_TAKEN.get((engine, self.kind)):
-            raise ConfigError(f"{self.kind}: {why}, or set engine: none, so that answers are only checked.")
-        if engine == "vllm":
-            name = "json" if self.kind == "json_schema" else self.kind
-            return {"structured_outputs": {name: getattr(self, self.kind)}}
-        if self.kind == "json_schema":
-            if engine == "llamacpp":  # its /v1/completions knows no response_format
-                return {"json_schema": self.json_schema}
-            wanted = {"name": "answer", "schema": self.json_schema, "strict": True}
-            return {"response_format": {"type": "json_schema", "json_schema": wanted}}
-        if self.kind == "regex":
-            return {"regex": self.regex}
-        texts = self.choice or []
-        if engine == "sglang":
-            return {"regex": "(" + "|".join(_literal(one) for one in texts) + ")"}
-        return {"grammar": "root ::= " + " | ".join(_gbnf(one) for one in texts)}
+        if engine not in get_args(FormEngine):
+            raise ConfigError(f"engine: {engine!r} is not one of {', '.join(get_args(FormEngine))}.")
+        found = ENGINES["endpoint" if engine == "openai" else engine].form_fields(self.kind, getattr(self, self.kind))
+        if isinstance(found, str):
+            raise ConfigError(f"{self.kind}: {found}, or set engine: none, so that answers are only checked.")
+        return found
 
     def read(self, text: str) -> tuple[str, str]:
         """The answer's text without what surrounds it, and what is wrong with it: "" if nothing is."""
@@ -123,15 +108,15 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
     Raises:
         ConfigError: for an endpoint or a script nobody can know, and it matters.
     """
-    if server_type in ("vllm", "sglang", "llamacpp"):
-        return server_type
-    if server_type == "dummy":
-        return CANNED
+    engine = ENGINES[server_type]
+    if engine.is_known:
+        return CANNED if engine.is_canned else server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
+    *first, last = (name for name in get_args(FormEngine) if name in ENGINES)
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type {server_type!r} may be any of "
-        "them. Set engine: vllm, sglang or llamacpp; or none, so that answers are only checked."
+        f"them. Set engine: {', '.join(first)} or {last}; or none, so that answers are only checked."
     )
 
 
@@ -163,14 +148,3 @@ def _problem(validator: Any, text: str) -> str:
     except Unresolvable as problem:
         raise ConfigError(f"json_schema: a $ref leads outside of the schema: {problem}.") from None
     return "" if error is None else f"{error.json_path}: {error.message}"[:500]
-
-
-def _literal(text: str) -> str:
-    """A literal in a regular expression. ``re.escape`` also escapes blanks, which engines need not know."""
-    return re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text)
-
-
-def _gbnf(text: str) -> str:
-    """A literal in llama.cpp's grammars."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
-    return f'"{escaped}"'

@@ -11,8 +11,9 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, Engine, InvalidAnswer, Schema, engine_of
+from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, Schema, engine_of
 from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter, load_defaults
 
@@ -132,7 +133,7 @@ class OneRequest(ReadyMade):
     answer_attempts: int = 3
     show_error: bool = False
     invalid_answer: Literal["fail", "drop"] = "fail"
-    engine: Engine | None = None
+    engine: FormEngine | None = None
     # found by for_config
     form_for: str | None = field(default=None, init=False)
     prompt_tokens: int | None = field(default=None, init=False)
@@ -162,7 +163,7 @@ class OneRequest(ReadyMade):
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
         if self.form.kind is not None:
-            canned = config.server_type == "dummy"
+            canned = config.engine.is_canned
             self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
         if self.max_prompt_tokens == "auto":

@@ -13,13 +13,14 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
-from datatrove_ckpt.output import hub_errors, targets
+from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
 from tests.hub import FakeHub
 from tests.hub.server import route
 from tests.jobs import documents, runner
+from tests.patience import ChangePolicy
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -57,11 +58,11 @@ def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0,))
+    policy("HUB", "HUB_LOOK", first=0.01)
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0,))
     yield
     assert list((tmp_path / "temporary").iterdir()) == []
 

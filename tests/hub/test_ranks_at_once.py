@@ -10,21 +10,21 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.output import hub_errors, targets
+from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
+from tests.patience import ChangePolicy
 
 RANKS, DOCUMENTS = 4, 10
 
 
 @pytest.mark.slow
 def test_every_file_is_there_once(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
-    for name in ("_FIRST_SECONDS", "_LIMITED_SECONDS"):
-        monkeypatch.setattr(hub_errors, name, 0.01)
-    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+    policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
     hub.create_repo("org/data")
     hub.lag_commits = 1
     refused = hub.fail("commit", status=500, times=None, every=3)

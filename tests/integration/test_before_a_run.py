@@ -22,11 +22,12 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor, probes
-from datatrove_ckpt.preflight.checks import check_remote
-from datatrove_ckpt.preflight.file_systems import FilesystemTraits
+from datatrove_ckpt.preflight.checks import FilesystemTraits, Finding, check_remote
+from datatrove_ckpt.preflight.doctor import estimate
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.probes import PROBE
-from datatrove_ckpt.preflight.space import estimate
+from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import documents, runner
@@ -180,16 +181,21 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
     folder = DataFolder("memory://doctor/kept")
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "rm_file", keep)
-        states = [check_remote("bucket", folder).state, check_remote("bucket", folder, deletes=True).state]
+        states = [found.state for deletes in (False, True) for found in check_remote(folder, deletes)]
     assert states == ["warning", "problem"]
     folder.rm("", recursive=True)
+
+
+def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
+    plan = RunPlan.of(LocalPipelineExecutor([step], logging_dir=str(folder)))
+    return list(doctor.check_runner(doctor.Look(plan, None, sample), "", plan.runners[0]))
 
 
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
         step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
-        found = doctor._check_runner("", step, Sample(), LocalPipelineExecutor([step], logging_dir=str(tmp_path)), 0)
+        found = checks_of(step, tmp_path, Sample())
         assert [check.state for check in found if check.subject == "mirror"] == [state]
     assert names(tmp_path) == []
 
@@ -204,7 +210,8 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> 
         def resolve_paths(self, path: str) -> str:
             return "hf://datasets/me/answers"
 
-    assert check_remote("output", Repository()).message.endswith("each write would be a commit in its history.")
+    [found] = check_remote(Repository())
+    assert found.message.endswith("each write would be a commit in its history.")
 
 
 # Beside a run --------------------------------------------------------------------------------------------------------
@@ -226,9 +233,7 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
         while server.asked.total() < 6:
             assert running.is_alive()
             running.join(0.01)
-        found = doctor._check_runner(
-            "", step, Sample(12, 30.0), LocalPipelineExecutor([step], logging_dir=str(tmp_path)), 0
-        )
+        found = checks_of(step, tmp_path, Sample(12, 30.0))
         server.release()
         running.join()
     assert failures == []

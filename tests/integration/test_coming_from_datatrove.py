@@ -21,9 +21,8 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
-from datatrove_ckpt.config.inference_config import ServerType
+from datatrove_ckpt.config.inference_config import Launch, ServerType
 from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.servers.engines import sglang_command
 from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
@@ -174,7 +173,9 @@ def test_payload_and_config_stay_as_they_are(tmp_path: Path, server: FakeServer)
 def test_sglang_cuts_no_prompt_unasked() -> None:
     plain = InferenceConfig("sglang", "m")
     asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
-    assert ["--allow-auto-truncate" in sglang_command(one, 1, Key("k")).argv for one in (plain, asked)] == [False, True]
+    assert [
+        "--allow-auto-truncate" in one.engine.command(Launch(one, None, 1, Key("k"))).argv for one in (plain, asked)
+    ] == [False, True]
 
 
 def test_the_dummy_answers_completions(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.preflight import doctor, input_checks, probes
-from datatrove_ckpt.preflight.shares import check_workers, workers_of
+from datatrove_ckpt.preflight.input_checks import check_workers
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
@@ -79,7 +80,7 @@ def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
     from datatrove_ckpt.preflight.doctor import check_endpoints
 
     config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
-    assert [check.state for check in check_endpoints("server", config)] == ["ok", "warning"]
+    assert [check.state for check in check_endpoints(config)] == ["ok", "warning"]
 
 
 @pytest.mark.matrix
@@ -174,11 +175,12 @@ def test_tasks_without_input(found: Doctor) -> None:
 def test_tasks_per_job_that_leaves_workers_without_work(
     tasks: int, workers: int, per_job: int, state: str | None, text: str
 ) -> None:
-    executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job)
-    checks = check_workers("job", executor)
+    executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job, pipeline=[], logging_dir=None)
+    plan = RunPlan.of(executor)
+    checks = check_workers(plan)
     assert [check.state for check in checks] == ([state] if state else [])
     assert all(check.message.endswith(text) for check in checks)
-    assert workers_of(executor) <= -(-tasks // per_job)
+    assert plan.at_once <= -(-tasks // per_job)
 
 
 @pytest.mark.matrix

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.servers.endpoint import ask_endpoints
+from datatrove_ckpt.inference.servers.connect import ask_endpoints
 from tests.jobs import ask, documents, writer
 
 

@@ -17,11 +17,11 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress as rank_progress
-from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import History, read_history
 from tests.jobs import ask, documents, fails_at, runner
+from tests.patience import ChangePolicy
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -104,8 +104,8 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
 
 
-def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_FIRST_BACKOFF", 0.01)
+def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, policy: ChangePolicy) -> None:
+    policy("SERVER", first=0.01)
 
     def busy_twice(payload: dict[str, Any], times: int) -> int | None:
         return 503 if payload["messages"][-1]["content"] == "text 0" and times < 2 else None

@@ -22,15 +22,15 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
-from datatrove_ckpt.generation import drain, stop
-from datatrove_ckpt.output import hub_commits, hub_errors, targets
+from datatrove_ckpt.generation import generate, scheduler
+from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
 from tests.jobs import config as job_config
-from tests.patience import until_async
+from tests.patience import ChangePolicy, until_async
 
 NAME = "${rank}_${chunk_index}.parquet"
 
@@ -46,10 +46,9 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(hub_errors, "_LIMITED_SECONDS", 0.01)
-    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+def _short_waits(monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+    policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
 
 
 @pytest.fixture
@@ -201,9 +200,9 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
 @pytest.mark.parametrize(
     ("kind", "fault", "message"),
     [
-        ("commit", {"status": 403}, r"3 files wait for a commit: .*403.*The token may not write there"),
+        ("commit", {"status": 403}, r"3 files wait for a commit: .*403.*The token may not write to org/data"),
         ("commit", {"status": 400, "message": "bad"}, r"3 files wait for a commit: .*Nothing that was saved is lost"),
-        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*set HF_TOKEN"),
+        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*Export HF_TOKEN"),
         (
             "auth-check",
             {"status": 403},
@@ -367,8 +366,8 @@ def stops(last: int, ready: Callable[[], bool]) -> Any:
 def test_a_drain_commits_what_is_uploaded(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
     step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):
@@ -384,8 +383,8 @@ def test_a_drain_commits_what_is_uploaded(
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(drain, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 
@@ -401,7 +400,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     (said,) = [line for line in log if "Next attempt in" in line]
     assert "wait for a commit: HfHubHTTPError" in said
     assert "Next attempt in 1" in said
-    assert "h, as the hub advises; generation goes on." in said
+    assert "h, as the server advises; generation goes on." in said
     limit.stop()
     step.hub_pace = CommitPace(10_000)
     step.run(documents(number))

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import OutputFailed, Preempted
 from datatrove_ckpt.output import hub_access
 from datatrove_ckpt.output.hub import HubFolder
@@ -24,15 +25,15 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
+from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 0.01)
+def _quick(policy: ChangePolicy) -> None:
+    policy("HUB_LOOK", first=0.01, longest=0.01)
 
 
 def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
@@ -111,13 +112,13 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str
     hub.fail("auth-check", 503, times=2)
     hub.drop_answer("auth-check")
     check_access(FOLDER)
-    assert len([line for line in log if "Asking again in" in line]) == 3
+    assert len([line for line in log if "Next attempt in" in line]) == 3
 
 
 def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
-    hub: FakeHub, log: list[str], monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, log: list[str], monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
-    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.0)  # a refusal for now does not use it up
+    policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
     slept: list[float] = []
     monkeypatch.setattr(hub_access.StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
     hub.create_repo("org/data")
@@ -127,8 +128,8 @@ def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
     assert [120 <= slept[0] <= 132, 240 <= slept[1] <= 264] == [True, True]
 
 
-def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, policy: ChangePolicy) -> None:
+    policy("HUB_LOOK", patience=0.1)
     hub.fail("auth-check", 503, times=None)
     said = refused()
     assert said.startswith("hf://datasets/org/data/part: the hub answers 503")
@@ -136,8 +137,10 @@ def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_no_hang(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_access, "PATIENCE_SECONDS", 0.1)
+def test_a_hub_that_does_not_answer_is_no_hang(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+) -> None:
+    policy("HUB_LOOK", patience=0.1)
     monkeypatch.setattr(hub_access, "_ANSWER_SECONDS", 0.2)
     held = hub.hold("auth-check", times=None)
     try:
@@ -168,14 +171,13 @@ def test_a_rank_that_may_not_write_asks_no_server(
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
-    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
-    monkeypatch.setattr(hub_access, "_LONGEST_DELAY_SECONDS", 600.0)
-    monkeypatch.setattr(hub_access, "_FIRST_DELAY_SECONDS", 600.0)
+    policy("HUB_LOOK", first=600.0, longest=600.0)
     hub.create_repo("org/data")
     hub.fail("auth-check", 503, times=None)
     waits = SimpleNamespace(warning=lambda text: os.kill(os.getpid(), signal.SIGTERM), info=print)
-    monkeypatch.setattr(hub_access, "logger", waits)
+    monkeypatch.setattr(retrying, "logger", waits)
     came: list[int] = []
     old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))  # it ends nothing
     try:
@@ -245,11 +247,9 @@ def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub) -> None
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["missing", "limited"])
-def test_the_doctor_finds_what_would_end_the_run(
-    job: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_the_doctor_finds_what_would_end_the_run(job: Run, hub: FakeHub, policy: ChangePolicy, what: str) -> None:
     says = {"missing": "make it: hf repos create org/data", "limited": "the hub answers 429"}
-    monkeypatch.setattr(hub_access, "_LOOK_SECONDS", 0.1)
+    policy("HUB_PROBE", patience=0.1)
     if what != "missing":
         hub.create_repo("org/data")
         hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})

@@ -9,10 +9,11 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output import hub_errors, hub_lag, targets
+from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.hub.job import Cli, hub_job
+from tests.patience import ChangePolicy
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
@@ -26,8 +27,7 @@ def cli(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Cli]:
-    monkeypatch.setattr(hub_lag, "LAG_LOOKS", (0.0, 0.01))
-    monkeypatch.setattr(targets, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
         yield run
@@ -148,10 +148,9 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
     cli("run", "job.yaml")
-    monkeypatch.setattr(hub_errors, "LOOK_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    policy("HUB_LOOK", patience=0.2, first=0.01)
     held = hub.hold("tree", times=None)
     try:
         for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
@@ -164,11 +163,9 @@ def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, monkeypat
 
 
 @pytest.mark.slow
-def test_a_first_listing_that_fails_for_a_moment_is_made_again(
-    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
     cli("run", "job.yaml")
-    monkeypatch.setattr(hub_errors, "_FIRST_SECONDS", 0.01)
+    policy("HUB_LOOK", first=0.01)
     for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
         hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
         assert cli(*command).count("Next attempt in") == 2

@@ -19,6 +19,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -299,7 +300,7 @@ def test_other_plain_functions_are_refused_for_finished_ranks(
     ):
         executor_of(two_files, server, *now).run()
     with pytest.raises(CheckpointMismatch) as caught:
-        check_inputs_unchanged(executor_of(two_files, server, *now))
+        check_inputs_unchanged(RunPlan.of(executor_of(two_files, server, *now)))
     assert shown in str(caught.value)
     assert "Put the steps back" in str(caught.value)
     executor_of(two_files, server, *then).run()

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.servers import leftovers
+from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
+from datatrove_ckpt.inference.servers.node import ServerRecord, end_leftovers
+from tests.jobs import started_server
 from tests.patience import until
 from tests.processes import is_alive
 
@@ -102,7 +103,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def records() -> list[Path]:
-    return list(leftovers._folder().glob("*.json"))
+    return list(node._folder().glob("*.json"))
 
 
 def lease() -> None:
@@ -181,7 +182,7 @@ def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
 ) -> None:
     run.kill()
     (tmp_path / "proc").mkdir()
-    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(node, "_PROC", tmp_path / "proc")
     assert ServerRecord.create("test") is None
     end_leftovers()
     assert run.alive() == {*OURS, "stranger"}
@@ -191,8 +192,8 @@ def test_where_proc_is_hidden_nothing_is_recorded_and_nothing_ended(
 @pytest.mark.slow
 def test_a_process_that_exists_and_is_not_shown_counts_as_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = records()
-    shown = leftovers._stat
-    monkeypatch.setattr(leftovers, "_stat", lambda pid: [] if pid == run.runner.pid else shown(pid))
+    shown = node._stat
+    monkeypatch.setattr(node, "_stat", lambda pid: [] if pid == run.runner.pid else shown(pid))
     record = ServerRecord.read(path)
     assert record is not None
     assert not replace(record, guardian=None).is_abandoned
@@ -200,7 +201,7 @@ def test_a_process_that_exists_and_is_not_shown_counts_as_alive(run: Run, monkey
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
 def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) -> None:
-    path = leftovers._folder() / "x.json"
+    path = node._folder() / "x.json"
     path.write_bytes(content)
     end_leftovers()
     assert path.exists()
@@ -210,9 +211,8 @@ def test_a_file_that_is_no_record_is_left_alone_until_it_is_old(content: bytes) 
 
 
 async def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datatrove_ckpt.inference.servers.server import InferenceServer
 
-    async with InferenceServer(InferenceConfig("dummy", "m"), 0) as server:
+    async with started_server(InferenceConfig("dummy", "m"), 0) as server:
         (path,) = records()
         kept = json.loads(path.read_text())
         assert kept["guardian"][0] == server._process.pid
@@ -221,7 +221,7 @@ async def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch:
 
 
 def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
-    folder = leftovers._folder()
+    folder = node._folder()
     folder.rmdir()
     folder.touch()
     assert ServerRecord.create("test") is None

@@ -21,7 +21,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.rollouts import PromptRollout, for_config
-from tests.jobs import make_server
+from tests.jobs import make_server, started_server
 from tests.real.faults import (
     Fault,
     Job,
@@ -50,7 +50,7 @@ def config(**settings: object) -> InferenceConfig:
 @pytest.mark.slow
 async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
     settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)
-    async with make_server(settings, 0) as server:
+    async with started_server(settings, 0) as server:
         async with CompletionClient(settings, server.urls, server.api_key) as client:
             answers = await asyncio.gather(*(client.complete(json.dumps(PROMPT).encode()) for _ in range(3)))
             with pytest.raises(RequestRejected):

@@ -32,11 +32,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror, object_store
-from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
-from datatrove_ckpt.mirror.mirror import RemoteMirror
+from datatrove_ckpt.mirror.manifests import ADOPT_VARIABLE, Damaged, Part, Seal, Versions
+from datatrove_ckpt.mirror.mirror import KEPT_VERSIONS, RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.seal import ADOPT_VARIABLE, Seal
-from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs

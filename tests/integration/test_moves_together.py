@@ -14,10 +14,11 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES,
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
-from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
 from datatrove_ckpt.preflight.before_run import check_before_run
+from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.datatrove_job import Datatrove
@@ -247,7 +248,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
     starts: list[Callable[[], object]] = [
         lambda: job.executor(3).run(),
         lambda: job.executor(2).run(),
-        lambda: check_job(job.executor(3)),
+        lambda: check_job(RunPlan.of(job.executor(3))),
         lambda: job.reshard(3, 4),
     ]
     for start in starts:

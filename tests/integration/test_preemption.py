@@ -24,7 +24,7 @@ from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
-from datatrove_ckpt.generation import stop
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
@@ -425,7 +425,7 @@ def test_a_chunk_that_is_being_published_is_committed_only_if_that_is_quick(
         return result
 
     monkeypatch.setattr(ChunkOutput, "write_chunk", held)
-    monkeypatch.setattr(stop, "_PUBLISH_WAIT_SECONDS", 300.0)  # a busy disk may take seconds
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 300.0)  # a busy disk may take seconds
     step = runner(tmp_path, server, rollout, drain_seconds=600 if quick else 0.2)
     try:
         with when_logged(DRAINS, goes_on.set if quick else lambda: None), pytest.raises(Preempted):

@@ -212,7 +212,7 @@ def test_output_that_went_to_the_hub_is_compared_by_hash_from_then_on(
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
     hub.put("org/data", there)
     url = "hf://datasets/org/data/part"
-    monkeypatch.setattr("datatrove_ckpt.output.hub_lag.LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr("datatrove_ckpt.output.hub_commits.LAG_LOOKS", (0.0, 0.01))
     command("relocate", folder / "checkpoints", "--output", url)
     assert named(folder) == {url}
     commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import FakeServer
+from tests.bench.ranks import make, measure
 from tests.jobs import documents, runner, writer
 
 RANKS = 6
@@ -37,3 +39,19 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
     listed.clear()
     check_output_of_run(writer(tmp_path), checkpoints, str(tmp_path / "logs"), RANKS)
     assert 0 < len(listed) <= LISTINGS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.real_process
+def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(tmp_path: Path) -> None:
+    """Four chunks each, of the 83 in docs/scale.md. Quadratic work would take a hundred times as long."""
+    costs = {}
+    for ranks in (1_000, 10_000):
+        (folder := tmp_path / str(ranks)).mkdir()
+        make(folder, ranks, 4)
+        costs[ranks] = {tool: measure(folder, tool, ranks) for tool in ("status", "status --json", "run")}
+        shutil.rmtree(folder)
+    for tool, memory in (("status", 80), ("status --json", 150), ("run", 180)):
+        assert costs[10_000][tool].memory < memory, costs
+        assert costs[10_000][tool].cpu < 25 * costs[1_000][tool].cpu, costs

@@ -70,7 +70,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoint._PROBE_TIMEOUT", 0.3)  # seconds
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.connect._PROBE_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
@@ -150,7 +150,7 @@ async def start(config: InferenceConfig) -> None:
 
 
 async def complete(config: InferenceConfig) -> None:
-    from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+    from datatrove_ckpt.inference.servers.connect import ExternalServers
 
     servers = ExternalServers(config)
     async with CompletionClient(config, servers.urls, servers.api_key) as client:

@@ -23,11 +23,10 @@ from datatrove_ckpt.errors import ServerDied, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers import guardian, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
-from datatrove_ckpt.inference.servers.interface import Server
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import make_server
-from tests.patience import Patience
+from tests.jobs import make_server, started_server
+from tests.patience import ChangePolicy, Patience
 from tests.processes import is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -61,17 +60,17 @@ tempfile.tempdir = os.getcwd()  # a runner that is killed leaves its log
 async def main():
     kwargs = {"server_script": "script.py", "family": True}
     config = InferenceConfig("custom", "m", model_kwargs=kwargs, server_stop_timeout_sec=1200.0)
-    async with InferenceServer(config, 0):
-        print("ready", flush=True)
-        await asyncio.sleep(600)
+    await InferenceServer(config, 0).start()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
+    policy("RELAUNCH", first=0.0)
 
 
 def dummy(**settings: Any) -> InferenceConfig:
@@ -121,7 +120,7 @@ async def failed_start(config: InferenceConfig) -> str:
 
 async def test_a_dummy_server_starts_answers_and_stops() -> None:
     config = dummy(server_log_folder="logs/deep")
-    async with make_server(config, 7) as running:
+    async with started_server(config, 7) as running:
         async with CompletionClient(config, running.urls, running.api_key) as client:
             completion = await client.complete(b'{"messages": []}')
         url, process = running.urls[0], running._process  # type: ignore[attr-defined]
@@ -216,7 +215,7 @@ async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed()
 @pytest.mark.slow
 @linux_only
 async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
-    async with make_server(custom(SERVER, {"family": True}), 0) as running:
+    async with started_server(custom(SERVER, {"family": True}), 0) as running:
         guardian_pid, engine, _ = family()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(guardian_pid, number)
@@ -237,7 +236,7 @@ async def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
 
 async def test_a_failed_start_is_tried_again() -> None:
     script = "import pathlib, sys\nif not pathlib.Path('once').exists(): pathlib.Path('once').touch(); sys.exit(3)\n"
-    async with make_server(custom(script + SERVER, server_start_max_retries=1), 0):
+    async with started_server(custom(script + SERVER, server_start_max_retries=1), 0):
         pass
 
 
@@ -278,7 +277,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
 
         async def play() -> None:
-            async with make_server(dummy(server_start_max_retries=0), 0) as running:
+            async with started_server(dummy(server_start_max_retries=0), 0) as running:
                 assert running.urls[0] != f"http://127.0.0.1:{taken.getsockname()[1]}"
 
         asyncio.run(play())
@@ -289,7 +288,7 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
     script = SERVER + "\n"
     script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
     config = custom(script, server_patience_seconds=0.1)
-    async with make_server(config, 0) as running:
+    async with started_server(config, 0) as running:
         key = running.api_key
         assert key
         assert not [line for line in command_lines() if key.reveal().encode() in line]
@@ -302,13 +301,13 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key.reveal() not in str(caught.value)
 
 
-def plain(backend: Server) -> str:
+def plain(backend: InferenceServer) -> str:
     assert backend.api_key
     return backend.api_key.reveal()
 
 
 async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
-    async with make_server(dummy(), 0) as backend:
+    async with started_server(dummy(), 0) as backend:
         config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0], api_key="wrong")
         with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
             await make_server(config, 0).start()
@@ -316,11 +315,11 @@ async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
 
 @pytest.mark.slow
 async def test_one_endpoint_of_two_is_enough() -> None:
-    async with make_server(dummy(), 0) as backend:
+    async with started_server(dummy(), 0) as backend:
         gone = f"http://127.0.0.1:{server.free_port()}"
         urls = [gone, backend.urls[0]]
         config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
-        async with make_server(config, 0) as running:
+        async with started_server(config, 0) as running:
             assert [str(url) for url in running.urls] == urls
 
 
@@ -332,7 +331,7 @@ async def test_a_gateway_without_v1_models_is_good_enough() -> None:
 
     async with await asyncio.start_server(not_found, "127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        async with make_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
+        async with started_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
             pass
 
 

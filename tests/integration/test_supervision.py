@@ -22,16 +22,16 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.servers import server, supervisor
+from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
-from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from tests.patience import until, until_async
+from tests.patience import ChangePolicy, until, until_async
 from tests.processes import is_alive, write_program
 
 # Without an HTTP library, whose import would take most of the time of these tests.
@@ -108,13 +108,13 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _quick(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
-    monkeypatch.setattr(supervisor, "_PROBE_INTERVAL", 0.1)
-    monkeypatch.setattr(supervisor, "_PROBE_PAUSE", 0.02)
-    monkeypatch.setattr(supervisor, "_DRAIN_MARGIN", 0.0)
+    policy("RELAUNCH", first=0.0)
+    policy("RESTART", first=0.01)
+    monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(pool, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(pool, "_DRAIN_MARGIN", 0.0)
     (here / "engine.py").write_text(ENGINE)
 
 
@@ -201,7 +201,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (supervisor, routing):
+    for module in (pool, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -345,7 +345,7 @@ async def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itse
 
 @pytest.mark.slow
 async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
     async with running(config(request_timeout=1.0)) as run:
         os.kill(engines()[0], signal.SIGSTOP)
         task = run.ask("hello")  # the kernel accepts its connection
@@ -399,8 +399,8 @@ async def test_restarts_of_long_ago_do_not_count() -> None:
 # replicas --------------------------------------------------------------------------------------------------------
 
 
-async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 60.0)  # longer than the test
+async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(policy: ChangePolicy) -> None:
+    policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
         await until_async(lambda: sum(asked().values()) == 4)
@@ -618,7 +618,7 @@ WORKER_NODE = """
 import asyncio, sys
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.inference.servers.multi_node import run_worker_node
-from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
 asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 """

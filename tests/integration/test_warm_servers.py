@@ -25,13 +25,13 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
-from datatrove_ckpt.inference.servers import gpu_slots, server, supervisor, warm
+from datatrove_ckpt.inference.servers import gpu_slots, server, warm
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines, stand_in_for_vllm
-from tests.patience import until
+from tests.patience import ChangePolicy, until
 from tests.processes import is_alive
 
 # Its answers are the same whoever gives them. It notes which engines are alive when it starts.
@@ -45,9 +45,9 @@ SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    monkeypatch.setattr(supervisor, "_FIRST_BACKOFF", 0.01)
+    policy("RESTART", first=0.01)
     Path("engine.py").write_text(SCRIPT)
 
 
@@ -97,7 +97,7 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one() -> 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
-    number: int, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    number: int, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy, log: list[str]
 ) -> None:
     run(0)
     monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
@@ -105,7 +105,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     if number == signal.SIGKILL:
         until(lambda: not running())  # its guardian may tell us later: before the second try
     else:
-        monkeypatch.setattr(server, "_RETRY_DELAY", 0.0)
+        policy("RELAUNCH", first=0.0)
     run(1)
     assert len(engines()) == 2
     assert running() == engines()[1:]

@@ -13,14 +13,15 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.client.http1 import Response
+from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import endpoint
-from datatrove_ckpt.inference.servers.endpoint import ExternalServers
+from datatrove_ckpt.inference.servers import connect
+from datatrove_ckpt.inference.servers.connect import ExternalServers
 from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import ask, config, documents, runner
+from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
@@ -108,7 +109,12 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
 
 @pytest.mark.parametrize(("failures", "silent"), [(2, 3600.0), (1, 0.0)])
 def test_an_endpoint_that_is_down_is_said_while_we_wait(
-    server: FakeServer, log: list[str], monkeypatch: pytest.MonkeyPatch, failures: int, silent: float
+    server: FakeServer,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
+    failures: int,
+    silent: float,
 ) -> None:
     """One that refuses connections is said at the second failure, one that does not answer at the first."""
     causes = iter(["no connection"] * failures + [None])
@@ -118,10 +124,10 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
             raise ExchangeFailed(cause)
         return Response(200, HiddenBytes(b"{}"), "")
 
-    monkeypatch.setattr(endpoint, "_get", get)
-    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.0)
-    monkeypatch.setattr(endpoint, "_SILENT", silent)
-    monkeypatch.setattr(endpoint, "ready_window", lambda config: 3600.0)
+    monkeypatch.setattr(connect, "_get", get)
+    policy("ENDPOINT", first=0.0)
+    monkeypatch.setattr(connect, "_SILENT", silent)
+    monkeypatch.setattr(connect, "ready_window", lambda config: 3600.0)
     asyncio.run(ExternalServers(config(server)).start())
     assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
     assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]

@@ -21,7 +21,7 @@ from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 from datatrove_ckpt.inference.client import client, routing
-from datatrove_ckpt.inference.servers import supervisor
+from datatrove_ckpt.inference.servers import pool
 from datatrove_ckpt.inference.servers.guardian import descendants
 
 
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
     os.chdir(folder)
     job = json.loads(Path("job.json").read_text())
     if job["standing_clock"]:
-        supervisor.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
+        pool.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
     documents = [Document(text=f"A short story about the number {n}.", id=f"doc-{n}") for n in range(job["documents"])]

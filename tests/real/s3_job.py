@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from loguru import logger
 from s3fs import S3FileSystem  # noqa: F401 (so that forked processes need not import it)
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner, retrying
 from datatrove_ckpt.cli.quiet_errors import QuietErrors
-from datatrove_ckpt.output import upload
+from datatrove_ckpt.output import targets
 from datatrove_ckpt.readers import ParquetReader
 
 
@@ -77,8 +78,8 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
 
 
 def run(job: dict[str, Any]) -> None:
-    upload.RETRY_SECONDS = job.get("retry_seconds", upload.RETRY_SECONDS)
-    upload.PART_BYTES = job.get("part", upload.PART_BYTES)
+    retrying.STORAGE = replace(retrying.STORAGE, patience=job.get("retry_seconds", retrying.STORAGE.patience))
+    targets.PART_BYTES = job.get("part", targets.PART_BYTES)
     step = runner(job)
     documents = reader(job)
     if "logs" not in job:

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from datatrove_ckpt.preflight import checks
-from datatrove_ckpt.preflight.checks import Need, PreflightCheck, check_checkpoints, check_local_output
+from datatrove_ckpt.preflight.checks import Finding, Need, check_checkpoints, check_local_output
 from tests.real.test_full_disk import command, fill, mounted, tmpfs
 
 NEED = Need(least=100_000, most=300_000, files=20, basis="as a test says")
 
 
-def checkpoints(folder: Path) -> dict[str, PreflightCheck]:
-    return {check.what: check for check in check_checkpoints("checkpoints", folder, 1.0, NEED)}
+def checkpoints(folder: Path) -> dict[str, Finding]:
+    return {check.what: check for check in check_checkpoints(folder, 1.0, NEED)}
 
 
-def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, PreflightCheck]:
-    return {check.what: check for check in check_local_output("output", folder, template, NEED)}
+def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, Finding]:
+    return {check.what: check for check in check_local_output(folder, template, NEED)}
 
 
 def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
@@ -61,9 +61,7 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
     image.write_bytes(bytes(16 * 2**20))
     command("mkfs.ext4", "-q", str(image))
     with mounted(tmp_path / "with space", "-o", "loop", str(image)) as disk:
-        assert checkpoints(disk / "c")["file system"] == PreflightCheck(
-            "ok", "checkpoints", "file system", "ext4 (local)."
-        )
+        assert checkpoints(disk / "c")["file system"] == Finding("ok", "file system", "ext4 (local).")
     with tmpfs(tmp_path / "memory", 4096) as disk:
         assert checkpoints(disk / "c")["file system"].state == "warning"
     for name in ("lower", "upper", "work"):

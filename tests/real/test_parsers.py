@@ -21,8 +21,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.servers.engines import sglang_command, vllm_command
-from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineCommand, Launch, Nodes
 from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.real import environment
@@ -64,6 +63,10 @@ def parsed(python: str, parser: str, argvs: list[tuple[str, ...]]) -> list[dict[
     return [json.loads(line) for line in lines]
 
 
+def command_of(config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+    return config.engine.command(Launch(config, found, 4321, Key("hush-hush-hush"), nodes))
+
+
 def configs(server_type: Any, kwargs: list[dict[str, Any] | None]) -> Iterator[InferenceConfig]:
     for size, trust, chosen in itertools.product((1, 2), (False, True), kwargs):
         yield InferenceConfig(
@@ -85,12 +88,12 @@ def test_vllm_accepts_every_command() -> None:
         {"enable-prefix-caching": False, "dtype": "bfloat16", "speculative-config": {"method": "ngram"}},
         {"shutdown-timeout": None, "max-num-seqs": 7},
     ]
-    commands = [vllm_command(config, 4321, Key("hush"), "vllm") for config in configs("vllm", kwargs)]
-    commands += [vllm_command(config, 4321, Key("hush"), None) for config in configs("vllm", kwargs)]
+    commands = [command_of(config, "vllm") for config in configs("vllm", kwargs)]
+    commands += [command_of(config) for config in configs("vllm", kwargs)]
     plain = InferenceConfig(
         "vllm", "org/model", model_max_context=4096, model_kwargs={"distributed-executor-backend": "ray"}
     )
-    commands += [vllm_command(plain, 4321, Key("hush"), start, nodes) for start in ("vllm", None) for nodes in NODES]
+    commands += [command_of(plain, start, nodes) for start in ("vllm", None) for nodes in NODES]
     argvs = [command.argv[command.argv.index("serve") + 1 :] for command in commands if "serve" in command.argv]
     argvs += [command.argv[3:] for command in commands if "serve" not in command.argv]
     for values in parsed(environment.vllm_python(), _VLLM, argvs):
@@ -114,9 +117,9 @@ def test_sglang_accepts_every_command() -> None:
         {"mem-fraction-static": 0.8, "random-seed": 1, "disable-radix-cache": True},
         {"chunked_prefill_size": -1, "schedule-policy": "lpm"},
     ]
-    argvs = [sglang_command(config, 4321, Key("hush")).argv[2:] for config in configs("sglang", kwargs)]
+    argvs = [command_of(config).argv[2:] for config in configs("sglang", kwargs)]
     plain = InferenceConfig("sglang", "org/model", model_max_context=4096)
-    argvs += [sglang_command(plain, 4321, Key("hush"), nodes).argv[2:] for nodes in NODES]
+    argvs += [command_of(plain, nodes=nodes).argv[2:] for nodes in NODES]
     for values in parsed(environment.sglang_python(), _SGLANG, argvs):
         assert "error" not in values, values
         assert values["host"] == "127.0.0.1"
@@ -203,7 +206,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path: Path) -> None:
-    command = sglang_command(InferenceConfig("sglang", "org/model"), 4321, Key("hush-hush-hush"))
+    command = command_of(InferenceConfig("sglang", "org/model"))
     (tmp_path / "launch.py").write_text(_LAUNCH)
     argv = [environment.sglang_python(), str(tmp_path / "launch.py"), *command.argv[1:]]
     done = subprocess.run(argv, env={**os.environ, **command.env}, capture_output=True, text=True)

@@ -25,9 +25,10 @@ import pytest
 import s3fs
 from datatrove.io import DataFolder
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed
-from datatrove_ckpt.output import upload
+from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3, s3_job
 from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
@@ -57,8 +58,8 @@ def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     """Where this process's clients, and those it starts, find S3."""
     running = Relay(weed.port)
     s3.in_this_environment(monkeypatch, running.url)
-    monkeypatch.setattr(upload, "PART_BYTES", PART)  # which the job sets, too
-    monkeypatch.setattr(upload, "RETRY_SECONDS", upload.RETRY_SECONDS)
+    monkeypatch.setattr(targets, "PART_BYTES", PART)  # which the job sets, too
+    monkeypatch.setattr(retrying, "STORAGE", retrying.STORAGE)
     DataFolder.clear_instance_cache()
     yield running
     running.stop()

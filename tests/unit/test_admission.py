@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.routing import Request, Router, Target
-from datatrove_ckpt.inference.servers import admission
-from datatrove_ckpt.inference.servers.admission import Admission, adapt_admission
-from datatrove_ckpt.inference.servers.metrics import Metrics
+from datatrove_ckpt.inference.servers import probes
+from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
 from tests.simulated_engine import Engine, Lengths, Simulation
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -159,8 +158,8 @@ async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool])
 async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
     monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
     async def read(seconds: float) -> Metrics | None:
         return None
@@ -171,8 +170,8 @@ async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
 
 
 async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
     reads: list[float] = []
 
     async def read(seconds: float) -> Metrics | None:

@@ -17,7 +17,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
-from datatrove_ckpt.generation.carried_secrets import secrets_in
+from datatrove_ckpt.generation.script_names import secrets_in
 from tests.unit.test_identity import as_main
 from tests.unit.test_pickled_code import step_of
 

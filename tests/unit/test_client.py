@@ -28,7 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import http1, over_aiohttp, transport
+from datatrove_ckpt.inference.client import over_aiohttp, plain, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -567,7 +567,7 @@ async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_
 @pytest.mark.parametrize("limit", [1 << 28, 10])
 def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
-    monkeypatch.setattr(http1, "MAX_BODY_BYTES", limit)
+    monkeypatch.setattr(plain, "MAX_BODY_BYTES", limit)
     body = chat() if limit == 10 else gzip.compress(bytes(1 << 20))
     encoding = ["Content-Encoding: gzip"] if limit > 10 else []
     outcome = Outcome(answer(http(200, body, *encoding)), server_patience_seconds=1.0)

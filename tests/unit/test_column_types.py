@@ -12,8 +12,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
-from datatrove_ckpt.output.column_fit import Misfit, RankColumns, misfits
-from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema, raw_types
+from datatrove_ckpt.output.column_types import ColumnTypes, Misfit, RankColumns, infers_schema, misfits, raw_types
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

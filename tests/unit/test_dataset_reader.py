@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state, retries
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.extent import Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from tests.unit.tables import write_table
@@ -415,10 +417,10 @@ class Answer(Exception):
         self.response = type("Response", (), {"status_code": status, "headers": {"retry-after": advice}})
 
 
-def retried(errors: Iterator[Exception], patch: pytest.MonkeyPatch) -> tuple[list[float], object]:
+def retried(errors: Iterator[Exception]) -> tuple[list[float], object]:
     """The waits for a call that raises these errors in turn, and then the error that came out of it, or "done"."""
     waits: list[float] = []
-    patch.setattr(retries, "_sleep", waits.append)
+    policy = replace(retrying.READING, sleep=waits.append, clock=lambda: sum(waits))
 
     def call() -> str:
         for error in errors:
@@ -426,24 +428,32 @@ def retried(errors: Iterator[Exception], patch: pytest.MonkeyPatch) -> tuple[lis
         return "done"
 
     try:
-        return waits, retries.retrying(call, "a file")
+        return waits, policy.run(call, "a file")
     except Exception as error:
         return waits, error
 
 
-def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes() -> None:
     errors = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
-    waits, done = retried(iter(errors), monkeypatch)
-    assert (len(waits), waits[2], done) == (4, 1800, "done")
+    waits, done = retried(iter(errors))
+    assert (len(waits), done) == (4, "done")
+    assert 1800 <= waits[2] <= 1980
     outage = Answer(503)
-    waits, error = retried(itertools.repeat(outage), monkeypatch)
+    waits, error = retried(itertools.repeat(outage))
     assert error is outage
-    assert 500 < sum(waits) <= 600
+    assert sum(waits) == pytest.approx(600)
+
+
+@pytest.mark.parametrize(("advised", "seconds"), [(Answer(503, "30"), 600), (Answer(429, "300"), 3600)], ids=repr)
+def test_a_server_that_always_asks_to_wait_is_given_up(advised: Exception, seconds: float) -> None:
+    waits, error = retried(itertools.repeat(advised, 1000))
+    assert error is advised
+    assert sum(waits) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
-def test_errors_that_stay_are_raised_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert retried(iter([error]), monkeypatch) == ([], error)
+def test_errors_that_stay_are_raised_at_once(error: Exception) -> None:
+    assert retried(iter([error])) == ([], error)
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

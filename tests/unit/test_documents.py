@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.adapter import decode_for, write_for
 from datatrove_ckpt.output.documents import (
     decode,
     decode_plain,
@@ -34,6 +33,7 @@ from datatrove_ckpt.output.documents import (
     line_of,
 )
 from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.writers import decode_for, write_for
 
 
 def through(value: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.inference.client import http1
-from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response, ResponseParser
+from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client.plain import RemoteProtocolError, Response, ResponseParser
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
@@ -120,7 +120,7 @@ def test_what_is_no_answer_is_an_error_however_it_is_cut(name: str) -> None:
 
 
 def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(plain, "MAX_BODY_BYTES", 10)
     for head, body in (
         (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 11),
         (CHUNKED, b"6\r\n123456\r\n5\r\n12345\r\n"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import json
 import random
+import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -15,15 +17,14 @@ import pytest
 from datatrove.io import get_datafolder
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.errors import ConfigError, OutputFailed
-from datatrove_ckpt.output import hub_errors
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_errors import Patience, advised_seconds, hub_failure, is_final, waiting_text
+from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.preflight import hub_limits
-from datatrove_ckpt.preflight.hub_limits import Rate, check_commits, check_files, check_refusals, observed_rate
+from datatrove_ckpt.preflight import doctor
+from datatrove_ckpt.preflight.doctor import Rate, check_commits, check_files, check_refusals, observed_rate
 from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.remote_errors import FileSystemFailed
+from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,9 @@ def test_a_writers_folder_is_recognised() -> None:
 
 
 # What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
+
+
+FOLDER = HubFolder("dataset", "org/name")
 
 
 def answer(status: int, text: str = "", url: str = "https://hub/api/x", **headers: str) -> OSError:
@@ -103,49 +107,54 @@ def test_a_date_is_advice_too() -> None:
     ],
 )
 def test_what_no_retry_can_help_is_known(error: OSError, final: bool) -> None:
-    assert is_final(error) is final
+    assert HUB.passes(error) is not final
 
 
-def test_waiting_that_the_hub_asked_for_costs_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     now = [1000.0]
-    monkeypatch.setattr(hub_errors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    patience = Patience()
+    attempts = Attempts(replace(HUB, clock=lambda: now[0]))
     for _ in range(20):
-        seconds = patience.seconds("a commit", answer(429, Retry_After="3600"))
+        seconds = attempts.failed("a commit", answer(429, Retry_After="3600"))
         assert 3600 <= seconds <= 3600 * 1.1 + 1
         now[0] += seconds
-    now[0] += hub_errors.PATIENCE_SECONDS - 10
-    assert patience.seconds("a commit", answer(503)) <= hub_errors._LONGEST_SECONDS
+    now[0] += HUB.patience - 10
+    assert attempts.failed("a commit", answer(503)) <= HUB.longest
     now[0] += 20
-    with pytest.raises(OutputFailed, match=r"a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT"):
-        patience.seconds("a commit", answer(503))
-    patience.succeeded()
-    assert patience.seconds("a commit", answer(503)) <= 1
+    with pytest.raises(FileSystemFailed) as raised:
+        attempts.failed("a commit", answer(503))
+    said = str(given_up(FOLDER, "a commit", raised.value))
+    assert re.match(r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
+    attempts.succeeded()
+    assert attempts.failed("a commit", answer(503)) <= 1
 
 
 def test_a_storage_that_goes_on_refusing_is_final() -> None:
-    patience, refused = Patience(), answer(403, url="https://storage/bucket/abc")
-    for _ in range(hub_errors._STORAGE_ATTEMPTS):
-        patience.seconds("an upload", refused)
-    with pytest.raises(OutputFailed, match="The token may not write there"):
-        patience.seconds("an upload", refused)
+    attempts, refused = Attempts(HUB), answer(403, url="https://storage/bucket/abc")
+    for _ in range(5):
+        attempts.failed("an upload", refused)
+    with pytest.raises(FileSystemFailed):
+        attempts.failed("an upload", refused)
+    assert "The token may not write to org/name" in str(given_up(FOLDER, "an upload", refused))
 
 
 def test_ranks_that_were_refused_together_do_not_return_together() -> None:
-    waits = {Patience().seconds("a commit", answer(412)) for _ in range(20)}
-    waits |= {Patience().seconds("a commit", answer(429, Retry_After="60")) for _ in range(20)}
+    waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
+    waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
     assert len(waits) == 40
 
 
-def test_messages_show_no_signatures_and_say_what_comes_next() -> None:
+def test_messages_show_no_signatures_and_say_what_comes_next(log: list[str]) -> None:
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
-    assert "secret" not in hub_failure(error)
-    assert "https://storage/abc?***" in hub_failure(error)
-    assert waiting_text(answer(412), 2.0) == (
-        "another process committed at the same moment (HTTP 412). Next attempt in 2 s."
+    assert "secret" not in failure_line(error)
+    assert "https://storage/abc?***" in failure_line(error)
+    policy = replace(HUB, jitter=0.0, spread=0.0)
+    Attempts(policy, hub_failure).failed("a commit", answer(412))
+    assert log[0] == (
+        "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "
+        "most.\n"
     )
-    said = waiting_text(answer(429, Retry_After="3600"), 3600.0)
-    assert said.endswith("Next attempt in 1 h, as the hub advises; generation goes on.")
+    Attempts(policy, hub_failure, GENERATION_GOES_ON).failed("a commit", answer(429, Retry_After="3600"))
+    assert log[1].endswith("Next attempt in 1 h, as the server advises; generation goes on.\n")
 
 
 # How often the ranks of a job commit to one repository ---------------------------------------------------------------
@@ -228,7 +237,7 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
 
 
 def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
-    few, many = (check_commits("output", at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
+    few, many = (check_commits(at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
     assert (few.state, many.state) == ("ok", "ok")
     assert few.message == (
         "about 48 per hour: 3 tasks at once, a commit of each at least every 5 min (hub_commit_seconds). All together "
@@ -239,26 +248,24 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(
-        hub_limits, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-    )
+    monkeypatch.setattr(doctor, "os", SimpleNamespace(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1)))
 
 
 @pytest.mark.parametrize(("free", "state"), [(100 << 30, "ok"), (1 << 20, "warning")])
 def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, state: str) -> None:
     with_free(monkeypatch, free)
     sample = Sample(number=10, mean=2048)
-    check = check_refusals("checkpoints", tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
+    check = check_refusals(tmp_path, sample, 4096, ranks=2, rate=Rate(26.0, "as given"))
     assert check.state == state
     # journal and staged file: document and answer; request cache: answer
     need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
-    assert f"an hour needs up to {hub_limits.byte_size(need)}" in check.message
+    assert f"an hour needs up to {doctor.byte_size(need)}" in check.message
     assert "26 documents per second and task, as given" in check.message
     assert ("It is full after" in check.message) == (state == "warning")
 
 
 def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Path) -> None:
-    check = check_refusals("checkpoints", tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
+    check = check_refusals(tmp_path, Sample(number=10, mean=1000), 0, ranks=1, rate=Rate(None))
     assert check.state == "ok"
     assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
     assert "--documents-per-second" in check.message
@@ -297,6 +304,6 @@ IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk
 def test_numbers_of_files(
     tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
 ) -> None:
-    check = check_files("output", ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
     assert check.state == state
     assert check.message == says if state == "ok" else says in check.message

@@ -23,7 +23,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_values, code_walk, syntax
-from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity
+from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
@@ -189,7 +189,7 @@ def load(name, path):
 
 for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("syntax", "code_values", "code_source", "code_modules", "code_walk"):
+for part in ("syntax", "code_values", "code_modules", "code_walk"):
     walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (
@@ -375,21 +375,3 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     secret_runner(tmp_path, server).run(documents(3))
     assert fields_of(tmp_path) == kept
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
-
-
-# steps that are pickled ----------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_an_earlier_version_pickled_runs_and_its_code_is_not_compared(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    made: Any = CodeIdentity.__new__(CodeIdentity)
-    made.__setstate__({"fields": {}, "fields_0_1": {}, "bytecode": {}, "process": ""})
-    rollout = load_changed(tmp_path, "first").rollout
-    runner(tmp_path, server, rollout).run(documents(1))
-    step = runner(tmp_path, server, rollout)
-    step._code_when_made = made
-    dill.loads(dill.dumps(step)).run(documents(2))
-    assert not [name for name in fields_of(tmp_path) if "rollout_fn" in name]
-    runner(tmp_path, server, rollout).run(documents(3))
-    assert fields_of(tmp_path)["rollout_fn code"]

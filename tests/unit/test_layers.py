@@ -20,28 +20,26 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 ROOMS = {
     "formatting": "",
     "errors": "formatting",
-    "backoff": "",
     "redaction": "errors formatting",
-    "remote_errors": "formatting redaction",
+    "retrying": "errors formatting redaction",
     "config": "errors redaction",
     "rollouts": "errors formatting config",
     "process": "errors formatting redaction",
     "checkpoint": "errors formatting redaction process",
-    "mirror": "errors formatting backoff redaction remote_errors config process checkpoint",
-    "inference.client": "errors backoff redaction config process",
-    "inference.servers": "errors backoff redaction config process inference.client",
-    "output": "errors formatting backoff redaction remote_errors config checkpoint",
-    "readers": "errors formatting backoff redaction remote_errors config checkpoint",
+    "mirror": "errors formatting redaction retrying config process checkpoint",
+    "inference.client": "errors redaction retrying config process",
+    "inference.servers": "errors redaction retrying config process inference.client",
+    "output": "errors formatting redaction retrying config checkpoint",
+    "readers": "errors redaction retrying config checkpoint",
     "torch": "errors readers",
-    "generation": "errors formatting redaction config rollouts process checkpoint mirror inference.client"
-    " inference.servers output readers",
-    "runner": "errors redaction config rollouts process checkpoint output generation",
-    "maintenance": "errors formatting redaction remote_errors config checkpoint mirror output",
-    "preflight": "errors formatting redaction remote_errors config process checkpoint inference.servers"
+    "generation": "errors formatting redaction retrying config rollouts process checkpoint mirror"
+    " inference.client inference.servers output readers",
+    "runner": "redaction process generation",
+    "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
+    "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner maintenance",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction remote_errors config process checkpoint readers generation runner maintenance"
-    " preflight executor",
+    "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.generation.messages import RankMessages
+from datatrove_ckpt.generation.rank import RankMessages
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,14 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
-from datatrove_ckpt.output import upload
 from datatrove_ckpt.output.listing import list_output
-from datatrove_ckpt.output.upload import RemoteFolder
-from datatrove_ckpt.output.writer_check import check_writer
+from datatrove_ckpt.output.targets import RemoteTarget
+from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
-from datatrove_ckpt.remote_errors import is_permanent
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 
@@ -51,7 +51,6 @@ class Breaking(MemoryFileSystem):
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     fsspec.register_implementation("breaking", Breaking, clobber=True)
-    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(Breaking, "before", Breaking.before)
     monkeypatch.setattr(Breaking, "after", Breaking.after)
     monkeypatch.setattr(Breaking, "store", {})
@@ -60,9 +59,14 @@ def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     return Breaking
 
 
+def remote_folder(scratch: Path, **changes: float) -> RemoteTarget:
+    policy = replace(retrying.STORAGE, **{"first": 0.001, **changes})
+    return RemoteTarget(DataFolder("breaking://output"), scratch, "probe", policy)
+
+
 @pytest.fixture
-def folder(files: type[Breaking]) -> RemoteFolder:
-    return RemoteFolder(DataFolder("breaking://output"), "probe")
+def folder(files: type[Breaking], tmp_path: Path) -> RemoteTarget:
+    return remote_folder(tmp_path)
 
 
 @pytest.fixture
@@ -86,12 +90,13 @@ class OssError(Exception):
     """As the errors of some libraries: no OSError."""
 
 
-def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str]) -> None:
+def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str]) -> None:
     files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), OssError())
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
-    assert len([line for line in log if "Trying again" in line]) == 4
-    assert "a could not be uploaded: ConnectionResetError: reset. Trying again, for 300 s at most." in log[0]
+    assert len([line for line in log if "Next attempt in" in line]) == 4
+    assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
+    assert log[0].endswith(", for 5 min at most.\n")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteFolde
     ],
 )
 def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
-    files: type[Breaking], folder: RemoteFolder, local: Path, log: list[str], error: Exception, advice: str
+    files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str], error: Exception, advice: str
 ) -> None:
     files.before = failing(error)
     with pytest.raises(OutputFailed, match=r"breaking://.*output/a could not be uploaded") as failed:
@@ -113,23 +118,21 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     assert log == []
 
 
-def test_retrying_ends(
-    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "RETRY_SECONDS", 0.05)
+def test_retrying_ends(files: type[Breaking], local: Path, tmp_path: Path) -> None:
+    folder = remote_folder(tmp_path, patience=0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
         folder.upload(local, "a")
     assert files.store == {}
 
 
-def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: RemoteFolder, local: Path) -> None:
+def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: RemoteTarget, local: Path) -> None:
     files.after = lambda path: files().pipe_file(path, b"of another")
     with pytest.raises(OutputFailed, match="a has 10 bytes after its upload instead of 7"):
         folder.upload(local, "a")
 
 
-def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: RemoteFolder, local: Path) -> None:
+def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: RemoteTarget, local: Path) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def hang(path: str) -> None:
@@ -145,11 +148,8 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         folder.upload(local, "b")
 
 
-def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking], folder: RemoteFolder, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 1000.0)
-    monkeypatch.setattr(upload, "_LONGEST_DELAY_SECONDS", 1000.0)
+def test_a_stop_ends_the_pause_between_attempts(files: type[Breaking], local: Path, tmp_path: Path) -> None:
+    folder = remote_folder(tmp_path, first=1000.0, longest=1000.0, patience=1000.0)
 
     def fail(path: str) -> None:
         threading.Timer(0.05, folder.stop).start()
@@ -190,7 +190,7 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
     ],
 )
 def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
-    assert is_permanent(error) is permanent
+    assert retrying.STORAGE.passes(error) is not permanent
 
 
 class Uploads:
@@ -228,39 +228,45 @@ class Uploads:
         }
 
 
-def on_s3(uploads: Uploads) -> RemoteFolder:
+def on_s3(uploads: Uploads, scratch: Path, *left: str) -> RemoteTarget:
+    """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
-    return RemoteFolder(folder, "probe")
+    target = RemoteTarget(folder, scratch, "probe")
+    for name in left:
+        staged = target.staging.with_name("earlier") / "0" / name
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        staged.touch()
+    return target
 
 
-def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are() -> None:
+def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(tmp_path: Path) -> None:
     mine, others = ["output/a", "output/a", "output/b", "output/a"], ["output/ab", "output/c", "a", "elsewhere/a"]
     uploads = Uploads(*mine, *others)
-    on_s3(uploads).prepare(["a", "b"])
+    on_s3(uploads, tmp_path, "a", "b").prepare()
     assert [key for key, _ in uploads.open] == others
 
 
-def test_after_a_good_end_no_open_uploads_are_listed() -> None:
+def test_after_a_good_end_no_open_uploads_are_listed(tmp_path: Path) -> None:
     uploads = Uploads("output/a")
     uploads.refuses = "list_multipart_uploads"
-    on_s3(uploads).prepare(None)
+    on_s3(uploads, tmp_path).prepare()
     assert uploads.open == [("output/a", "id-0")]
 
 
 @pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_a_warning(refused: str, log: list[str]) -> None:
+def test_a_user_who_may_write_but_not_abort_gets_a_warning(tmp_path: Path, refused: str, log: list[str]) -> None:
     uploads = Uploads("output/a")
     uploads.refuses = refused
-    on_s3(uploads).prepare(["a"])
+    on_s3(uploads, tmp_path, "a").prepare()
     assert "stay open" in log[0]
     assert "lifecycle rule" in log[0]
 
 
-def test_a_user_who_may_not_write_gets_an_error_at_once(log: list[str]) -> None:
+def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: list[str]) -> None:
     uploads = Uploads()
     uploads.refuses = "create_multipart_upload"
     with pytest.raises(OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"):
-        on_s3(uploads).prepare(None)
+        on_s3(uploads, tmp_path).prepare()
     assert log == []
 
 

@@ -15,7 +15,7 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.chunk_writing import ChunkWriting
+from datatrove_ckpt.output.chunk_output import ChunkWriting
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner, the_first_last
 

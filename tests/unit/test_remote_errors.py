@@ -9,8 +9,16 @@ import botocore.exceptions
 import botocore.parsers
 import huggingface_hub.errors
 import pytest
+from multidict import CIMultiDict
 
-from datatrove_ckpt.remote_errors import FileSystemFailed, failure_text, file_system_call, http_status, is_permanent
+from datatrove_ckpt.retrying import (
+    STORAGE,
+    FileSystemFailed,
+    advised_seconds,
+    failure_line,
+    file_system_call,
+    http_status,
+)
 
 LIBRARIES = [
     aiohttp.ClientConnectionError("reset"),
@@ -36,7 +44,7 @@ def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error: Exc
     left = called(error)
     assert isinstance(left, FileSystemFailed)
     assert left.__cause__ is error
-    assert failure_text(left).startswith(type(error).__name__)
+    assert failure_line(left).startswith(type(error).__name__)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +70,31 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: b
     refused.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
     left = called(wrapped)
     assert http_status(left) == status
-    assert is_permanent(left) is permanent
+    assert STORAGE.passes(left) is not permanent
 
 
 def test_what_another_attempt_cannot_change_is_permanent() -> None:
     for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
-        assert is_permanent(called(error)), error
-    assert not is_permanent(called(KeyError()))
+        assert not STORAGE.passes(called(error)), error
+    assert STORAGE.passes(called(KeyError()))
+
+
+class Answered(Exception):
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Answered(response={"ResponseMetadata": {"HTTPHeaders": {"retry-after": "7"}}}),
+        Answered(response=SimpleNamespace(status_code=503, headers={"Retry-After": "7"})),
+        Answered(status=503, headers=CIMultiDict({"Retry-After": "7"})),
+    ],
+    ids=["botocore", "huggingface_hub", "aiohttp"],
+)
+def test_retry_after_is_found_in_the_errors_of_every_library(error: Exception) -> None:
+    outer = OSError("SlowDown")
+    outer.__cause__ = error
+    assert [advised_seconds(called(one)) for one in (error, outer)] == [7, 7]

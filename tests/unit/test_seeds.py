@@ -10,7 +10,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.seeds import request_seed
+from datatrove_ckpt.generation.generate import request_seed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner
 

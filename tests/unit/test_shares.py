@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.shares import Part, Place, Share, Shares, names_hash
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
-from datatrove_ckpt.preflight.reshard.dealing import deal, fill_level
+from datatrove_ckpt.preflight.reshard.run import deal, fill_level
 from datatrove_ckpt.readers import Reading, SeekingReader, jsonl, position_state, tables
 from datatrove_ckpt.readers.inputs import after, between, divide, joined
 from tests.unit.test_readers import FEW_KINDS, plain, reader, rows, write, write_jsonl

@@ -14,12 +14,12 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
-from datatrove_ckpt.inference.servers.gpu_slots import gpus_per_server, leased_gpus, visible_gpus
-from datatrove_ckpt.inference.servers.health import request_health
-from datatrove_ckpt.inference.servers.metrics import Metrics, parse_metrics, read_metrics
+from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus, visible_gpus
+from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 
@@ -283,10 +283,12 @@ async def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> 
 
 
 def test_a_server_needs_as_many_gpus_as_it_will_use() -> None:
-    assert gpus_per_server(config(tp=2, dp=3, pp=2)) == 12
-    assert gpus_per_server(config(tp=2, model_kwargs={"tensor_parallel_size": 4})) == 4
-    of_sglang = config(server_type="sglang", tp=4, dp=2, model_kwargs={"enable-dp-attention": True})
-    assert gpus_per_server(of_sglang) == 4
+    def needed(**settings: Any) -> int:
+        return config(**settings).engine.gpus_per_server(config(**settings))
+
+    assert needed(tp=2, dp=3, pp=2) == 12
+    assert needed(tp=2, model_kwargs={"tensor_parallel_size": 4}) == 4
+    assert needed(server_type="sglang", tp=4, dp=2, model_kwargs={"enable-dp-attention": True}) == 4
 
 
 def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
@@ -341,7 +343,7 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
     ],
 )
 def test_metrics_of_all_engines_of_a_server_are_added_up(server_type: Any, page: str, read: Metrics | None) -> None:
-    assert parse_metrics(server_type, page) == read
+    assert parse_metrics(ENGINES[server_type].metrics, page) == read
 
 
 # keys ------------------------------------------------------------------------------------------------------------
@@ -366,5 +368,5 @@ async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(m
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", at_the_limit)
     url = "http://127.0.0.1:1"
-    assert await request_health(url, HiddenDict(), "vllm", 1.0) is None
-    assert await read_metrics(url, HiddenDict(), "vllm", 1.0) is None
+    assert await request_health(url, HiddenDict(), ENGINES["vllm"], 1.0) is None
+    assert await read_metrics(url, HiddenDict(), ENGINES["vllm"], 1.0) is None

@@ -17,6 +17,7 @@ from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.fields import as_kept
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance.config_check import config_differences
 from datatrove_ckpt.maintenance.where import Place
@@ -181,7 +182,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
         ("server_type: dummy", "server_type: vlm",
-         f'{RUNNER}.config: server_type: "vlm" is not one of llamacpp, vllm, sglang, endpoint, dummy, custom, '
+         f'{RUNNER}.config: server_type: "vlm" is not one of {", ".join(ENGINES)}, '
          'did you mean "vllm"?'),
         ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}",
          f"{RUNNER}.config.api_key: a key does not belong into a file. Export it where the tasks run, such as "

@@ -1,4 +1,4 @@
-"""Parses a server's answer: completions, as datatrove parses them, and the Retry-After header.
+"""Parses a server's answer: completions, as datatrove parses them.
 
 An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. What
 is only odd is made fit here, once and before it is cached: the request cache, the journal and the sums of tokens must
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 
 import orjson
+
+from datatrove_ckpt import retrying
 
 _ABORTED = ("abort", "aborted", "canceled", "cancelled")
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
@@ -27,10 +27,7 @@ _UNFINISHED = frozenset(
 _CONTENT, _REASON = (str, list), (str, type(None))
 # Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_BUSY = (502, 503, 504, 529)
 _SHOWN_BYTES = 200  # of an answer that is no JSON
-_LIMITED = (429, 503, 529)
-_MAX_RETRY_AFTER = 120.0  # seconds
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
 JsonObject = dict[str, Any]
@@ -60,7 +57,7 @@ class RetryableError(Exception):
     """An attempt failed, and another one may succeed.
 
     Attributes:
-        retry_after: seconds the server asks us to wait.
+        retry_after: seconds the server asks us to wait; None if it asks nothing.
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
         timed_out: neither a connection nor an answer came in time.
@@ -69,7 +66,7 @@ class RetryableError(Exception):
     def __init__(
         self,
         cause: str,
-        retry_after: float = 0.0,
+        retry_after: float | None = None,
         *,
         unreachable: bool = False,
         status: int = 0,
@@ -96,12 +93,12 @@ class RetryableError(Exception):
     @property
     def server_is_limited(self) -> bool:
         """The server works, and takes no more requests for now."""
-        return self.status in _LIMITED
+        return self.status in retrying.SERVER.limited
 
     @property
     def server_is_busy(self) -> bool:
         """The server says that it is overloaded or not ready."""
-        return self.status in _BUSY
+        return self.status in retrying.BUSY
 
 
 def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
@@ -264,15 +261,3 @@ def _parse(raw: bytes) -> object:
     except orjson.JSONDecodeError:
         # Python's parser takes more: NaN, a lone surrogate as an escape.
         return json.loads(bytes(raw).decode())
-
-
-def parse_retry_after(value: str) -> float:
-    """Seconds the server asks us to wait, at most 120; 0 if the header is missing or cannot be parsed."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-    return min(max(seconds, 0.0), _MAX_RETRY_AFTER) if seconds == seconds else 0.0  # NaN is not equal to itself

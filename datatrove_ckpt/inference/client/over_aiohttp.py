@@ -11,9 +11,8 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from datatrove_ckpt.inference.client import http1
-from datatrove_ckpt.inference.client.http1 import RemoteProtocolError, Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, is_silent
+from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, RemoteProtocolError, Response, is_silent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
@@ -116,12 +115,12 @@ async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
         RemoteProtocolError: it is compressed or too long.
     """
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise RemoteProtocolError(http1.COMPRESSED)
+        raise RemoteProtocolError(plain.COMPRESSED)
     body = bytearray()
     async for data in response.content.iter_any():
         body += data
-        if len(body) > http1.MAX_BODY_BYTES:
-            raise RemoteProtocolError(http1.too_long())
+        if len(body) > plain.MAX_BODY_BYTES:
+            raise RemoteProtocolError(plain.too_long())
     return HiddenBytes(body)
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client.answers import RetryableError, parse_retry_after
-from datatrove_ckpt.inference.client.http1 import Response
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client.answers import RetryableError
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
+from datatrove_ckpt.retrying import parse_retry_after
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
@@ -28,9 +29,6 @@ _CONNECT_TIMEOUT = 30.0  # seconds
 _KEEPALIVE = 4.0
 # 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
 _ANSWERED = frozenset({200, 201, 203})
-_RETRIED = frozenset({408, 409, 425, 429})
-REJECTED = frozenset({400, 413, 414, 422, 431})
-"""The statuses that belong to one request: its content, its size. No other status does."""
 _SHOWN_BODY = 2000  # characters
 
 
@@ -115,19 +113,14 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
     raise _error(response, url, model, transport.redact)
 
 
-def may_pass(status: int) -> bool:
-    """Whether the same request may get another status later."""
-    return status in _RETRIED or status >= 500
-
-
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
-    if status in REJECTED:
+    if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
-    if may_pass(status):
+    if status in retrying.SERVER.retried:
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     return ServerRefused(

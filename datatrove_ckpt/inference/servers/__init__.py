@@ -1,15 +1,16 @@
-"""Model servers: command lines, start, readiness, health, restart, GPUs, several nodes.
+"""Model servers: start, readiness, health, restart, GPUs, several nodes. Their engines are in ``config.engines``.
 
-It may import ``inference.client``, ``config``, ``redaction``, ``backoff`` and ``errors``. Start at ``connect.py``,
-whose ``connect`` gives the runner a client that is ready. From there:
+It may import ``inference.client``, ``config``, ``process``, ``redaction``, ``retrying`` and ``errors``. Start at
+``connect.py``, whose ``connect`` gives the runner a client that is ready. From there:
 
-    pool.py                       the servers that one rank launches
-    supervisor.py                 keeps one server running: notices that it died or hangs, and restarts it
-    server.py, endpoint.py        start and stop one server process; or wait for a server that runs already
-    engines.py, installed.py      command lines of vLLM, SGLang, llama.cpp and others; what they need on this machine
-    diagnosis.py, metrics.py      why a start failed; what an engine says about its load
-    gpu_slots.py                  leases GPUs, and vLLM's cache folders, to servers
-    multi_node.py, nodes.py       one server over several nodes
+    connect.py       a client of servers that run already, or of those that a rank launches
+    pool.py          the servers that one rank launches; keeps each one running, and restarts it
+    server.py        starts and stops one server process; why a start failed
+    probes.py        what a running server says: health, load, and how many requests it may get
+    warm.py          keeps servers for the next rank of a process
+    gpu_slots.py     leases GPUs, and cache folders, to servers
+    node.py          what the user's runs have on a node; ends what killed runs have left there
+    multi_node.py    one server over several nodes
 
 ``guardian.py``, ``llamacpp.py``, ``dummy.py`` and ``sglang_launch.py`` are programs: each runs in its own process.
 """

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 
-from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
+from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
 TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
 _COMPLETION_TOKENS = 100

@@ -33,9 +33,8 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers import descriptors
-from datatrove_ckpt.inference.servers.leftovers import end_leftovers
-from datatrove_ckpt.inference.servers.runtime_folder import runtime_folder
+from datatrove_ckpt.inference.servers import node
+from datatrove_ckpt.inference.servers.node import end_leftovers, runtime_folder
 from datatrove_ckpt.redaction import HiddenDict
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -64,11 +63,11 @@ class GpuLease:
     gpus: tuple[str, ...] = ()
 
     def add_lock(self, lock: int) -> None:
-        self.locks = (*self.locks, descriptors.own(lock))
+        self.locks = (*self.locks, node.own(lock))
 
     def close(self) -> None:
         while self.locks:
-            descriptors.close(self.locks[0])
+            node.close(self.locks[0])
             self.locks = self.locks[1:]
 
 
@@ -82,9 +81,9 @@ async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
     leases = [GpuLease() for _ in range(config.replicas)]
     try:
         await _share_gpus(config, leases)
-        if config.server_type == "vllm":
+        if (cache := config.engine.cache) is not None:
             for lease in leases:
-                await asyncio.to_thread(_add_cache_folder, lease)
+                await asyncio.to_thread(_add_cache_folder, lease, *cache)
     except BaseException:
         for lease in leases:
             lease.close()
@@ -111,33 +110,12 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
 
 
-def usable_cores() -> int:
-    """How many processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
-    return os.cpu_count() or 1
-
-
-def gpus_per_server(config: InferenceConfig) -> int:
-    """How many GPUs one server needs: tp * dp * pp, unless model_kwargs says otherwise."""
-    given = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
-
-    def size(default: int, *names: str) -> int:
-        values = [given[name] for name in names if name in given]
-        return int(values[0]) if values else default
-
-    within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
-    tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
-    pp = size(config.pp, "pipeline-parallel-size", "pp-size")
-    return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
-
-
 async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
     visible = visible_gpus()
-    ranks_share_them = config.server_type in ("vllm", "sglang") and _executor() == "LOCAL"
+    ranks_share_them = config.engine.leases_gpus and _executor() == "LOCAL"
     if not visible or not (config.replicas > 1 or ranks_share_them):
         return
-    each = gpus_per_server(config)
+    each = config.engine.gpus_per_server(config)
     needed = each * config.replicas
     if needed > len(visible):
         raise ConfigError(
@@ -234,24 +212,24 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _add_cache_folder(lease: GpuLease) -> None:
-    """Lock a vLLM cache folder that no other running server uses."""
+def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
+    """Lock a cache folder of an engine that no other running server uses. The arguments are ``Engine.cache``."""
     try:
-        for folder in _cache_folders():
+        for folder in _cache_folders(variable, name):
             folder.mkdir(parents=True, exist_ok=True)
             lock = _try_lock(folder / "lock")
             if lock is not None:
                 lease.add_lock(lock)
-                lease.env["VLLM_CACHE_ROOT"] = str(folder)
+                lease.env[variable] = str(folder)
                 return
     except OSError as error:  # a home folder without write permission, or a file system without locks
         logger.warning(
-            f"vLLM uses its common cache folder: {error}. Servers that start together may write to the same files."
+            f"{name} uses its common cache folder: {error}. Servers that start together may write to the same files."
         )
 
 
-def _cache_folders() -> Iterator[Path]:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
-    root = Path(os.environ.get("VLLM_CACHE_ROOT") or default)
+def _cache_folders(variable: str, name: str) -> Iterator[Path]:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+    root = Path(os.environ.get(variable) or default)
     for index in range(_MAX_CACHES):
         yield root / "datatrove-ckpt" / f"{socket.gethostname()}_{index}"

@@ -16,10 +16,9 @@ import signal
 import sys
 from typing import Any
 
+from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
+from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, HOST
-from datatrove_ckpt.inference.servers.gpu_slots import usable_cores
-from datatrove_ckpt.inference.servers.installed import resolve_model_path
 
 # llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
 _WARNINGS = 2
@@ -31,11 +30,8 @@ CommonParams = Any
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal arrives; the exit code."""
     known, rest = _parser().parse_known_args(arguments)
-    try:
-        import xllamacpp
-    except ImportError as error:
-        print(f"{error}. Run: pip install 'datatrove-ckpt[llamacpp]'", file=sys.stderr)
-        return 1
+    import xllamacpp
+
     try:
         params = _params(xllamacpp.CommonParams(), known, rest)
     except ConfigError as error:

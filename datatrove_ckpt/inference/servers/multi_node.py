@@ -12,8 +12,8 @@ A part that dies counts as a death of the server, which is then restarted on all
 because nothing here can start a node again.
 
 No secret passes through these connections, but a process that can write to them can end the run. So the head node
-listens only on the addresses from which it reaches the workers, and accepts connections from the workers' addresses
-only. Other users of those hosts have the same addresses. So both ends first prove who they are: see ``authenticate``.
+listens only on the addresses from which it reaches the workers, and both ends first prove who they are: see
+``authenticate``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ import hmac
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from typing import Self
 
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
-from datatrove_ckpt.inference.servers.nodes import Nodes
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _START, _DIED = b"start\n", b"died\n"
 _RETRY_DELAY = 0.5  # seconds
-_LOOKUP_INTERVAL = 10.0  # seconds between two lookups of the workers' addresses
-_LOGGED_REFUSALS = 3  # in a row; from then on each time that their number has doubled
 # TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A
 # host that loses power closes no connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -63,10 +59,7 @@ class HeadNode:
         self._started = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[None]] = set()
-        self._guests = Guests()
-        self._refusals = 0
-        self._allowed: set[str] = set()
-        self._looked_up_at = -_LOOKUP_INTERVAL
+        self._unproven: set[asyncio.StreamWriter] = set()
         self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -85,8 +78,7 @@ class HeadNode:
         self._lost_node.cancel()
         self._listener.close()
         # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
-        self._guests.abort()
-        for writer in self._writers:
+        for writer in (*self._unproven, *self._writers):
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
@@ -108,16 +100,17 @@ class HeadNode:
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
-        self._guests.add(writer)
+        self._unproven.add(writer)
         host = writer.get_extra_info("peername")[0]
-        try:
-            is_node = await self._may_connect(host) and await authenticate(reader, writer, HEAD, WORKER)
-            if not is_node and self._listener.is_serving():
-                self._refuse(host)
-        finally:
-            self._guests.remove(writer)
+        is_node = await authenticate(reader, writer, HEAD, WORKER)
+        self._unproven.discard(writer)
         if is_node:
             await self._follow(reader, writer, host)
+        elif self._listener.is_serving():
+            logger.warning(
+                f"Refused a connection from {host} to port {self._port}: its other end is no node of this task, or did "
+                f"not prove that it knows this task's {LINK_KEY_VARIABLE}."
+            )
         writer.close()
         self._handlers.discard(task)
 
@@ -132,21 +125,6 @@ class HeadNode:
         self._writers.discard(writer)
         if not self._lost_node.done():
             self._lost_node.set_result(f"Node {host}, which serves a part of the model, is lost. See that node's log.")
-
-    async def _may_connect(self, host: str) -> bool:
-        """Whether this is the address of a worker. Strangers cause no more than one lookup in ten seconds."""
-        if host not in self._allowed and time.monotonic() - self._looked_up_at >= _LOOKUP_INTERVAL:
-            self._looked_up_at = time.monotonic()
-            self._allowed |= await _addresses_of(self.nodes.hosts)
-        return host in self._allowed
-
-    def _refuse(self, host: str) -> None:
-        self._refusals += 1
-        if self._refusals <= _LOGGED_REFUSALS or self._refusals & (self._refusals - 1) == 0:
-            logger.warning(
-                f"Refused a connection from {host} to port {self._port} ({self._refusals} so far): its other end is no "
-                f"node of this task, or did not prove that it knows this task's {LINK_KEY_VARIABLE}."
-            )
 
 
 async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:
@@ -270,16 +248,6 @@ async def _addresses_towards(hosts: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
-async def _addresses_of(hosts: tuple[str, ...]) -> set[str]:
-    """All addresses of the hosts, and the loopback addresses."""
-    loop = asyncio.get_running_loop()
-    found = {"127.0.0.1", "::1"}
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            found |= {str(info[4][0]) for info in await loop.getaddrinfo(host, None)}
-    return found | {f"::ffff:{address}" for address in found}
-
-
 def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -293,11 +261,7 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
 # Both ends prove that they know the value of the environment variable DATATROVE_CKPT_LINK_KEY, by HMAC-SHA256 of a
 # random number that the other end chose. ``InferenceConfig`` makes the key where a run is submitted: sbatch and srun
 # pass the environment on to every node, and nobody but the user can read it there. A file would need a folder that
-# all nodes share, and argv and the pickled step are readable for others.
-#
-# Anybody on the allowed hosts can connect and say nothing. So a connection has a deadline until it is proven, and
-# only ``_MAX_GUESTS`` connections wait for their proof at once. One more ends the oldest: a node of ours needs
-# milliseconds, so those who say nothing cannot keep it out.
+# all nodes share, and argv and the pickled step are readable for others. A connection has a deadline for its proof.
 
 
 HEAD, WORKER = b"head", b"worker"
@@ -307,7 +271,6 @@ MAX_LINE = 1024
 """Bytes of a line; what is longer is not ours."""
 
 _PROOF_TIMEOUT = 10.0  # seconds
-_MAX_GUESTS = 32
 
 
 def require_link_key() -> None:
@@ -318,32 +281,6 @@ def require_link_key() -> None:
             "together. A run makes the key when it is submitted, and sbatch passes it on (--export=ALL, its default). "
             "Submit the run again; or, if you start the nodes yourself, export one random value to all of them."
         )
-
-
-class Guests:
-    """The connections that have not proven anything yet."""
-
-    def __init__(self) -> None:
-        self._writers: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
-
-    def __len__(self) -> int:
-        return len(self._writers)
-
-    def add(self, writer: asyncio.StreamWriter) -> None:
-        """Counts a connection until ``remove``. The oldest ends if there are too many."""
-        if len(self._writers) >= _MAX_GUESTS:
-            oldest = next(iter(self._writers))
-            self.remove(oldest)
-            oldest.transport.abort()
-        self._writers[writer] = None
-
-    def remove(self, writer: asyncio.StreamWriter) -> None:
-        self._writers.pop(writer, None)
-
-    def abort(self) -> None:
-        """Ends all of them."""
-        for writer in self._writers:
-            writer.transport.abort()
 
 
 async def authenticate(

@@ -3,30 +3,40 @@
 With ``reuse_servers`` they may come from the rank before, and go on to the next one: see ``warm.py``.
 
 Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait. See
-``supervisor.py`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
+``ServerSupervisor`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
 wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from loguru import logger
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ServerDied
+from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
-from datatrove_ckpt.inference.servers.nodes import Nodes
+from datatrove_ckpt.inference.servers.probes import (
+    NO_ANSWER,
+    Admission,
+    Metrics,
+    adapt_admission,
+    read_metrics,
+    request_health,
+)
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.supervisor import ServerSupervisor
 from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, take
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
 class ServerPool:
@@ -160,3 +170,259 @@ async def _run_all(work: Iterable[Awaitable[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# All times are seconds.
+_PROBE_INTERVAL = 5.0
+_PROBE_TIMEOUT = 10.0
+_PROBES = 3  # failed probes in a row that make a server dead
+_PROBE_PAUSE = 0.3
+# Beyond the time that a server has to finish its requests after a SIGTERM.
+_DRAIN_MARGIN = 5.0
+_LONG_AGO = -1.0
+_PROGRESS_CHECKS_PER_HANG = 4
+_MAX_PROGRESS_INTERVAL = 30.0
+_METRICS_TIMEOUT = 5.0
+
+
+class ServerSupervisor:
+    """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
+
+    Each process of the server has another port and another key. The requests that were in flight at its end are sent
+    again, to the other replicas if there are any; requests that wait keep waiting. A server counts as dead when
+
+    - its process ends;
+    - its health address answers 5xx or refuses connections: vLLM's HTTP process may outlive its engine, and after a
+      SIGTERM it can leave open requests without an answer indefinitely. The address is probed after every failure that
+      may be the server's fault, and every few seconds while requests are in flight;
+    - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
+
+    It may be restarted ``server_max_restarts`` times within ``server_restart_window_sec``, so that one crash a day does
+    not end a run of a week. A death that proves a request poisonous does not count: that request will not be sent
+    again.
+
+    Args:
+        rank: the rank that the server works for. The server may have been started for an earlier one.
+        index: number of the server among the rank's replicas.
+        shutdown: of the rank: after a requested stop the server is not restarted, and at its end it may be killed.
+
+    Attributes:
+        target: the server, as the client sees it.
+        restarts: how often it was restarted.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        rank: int,
+        index: int,
+        server: InferenceServer,
+        client: CompletionClient,
+        shutdown: Shutdown,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.server = server
+        self.client = client
+        self.shutdown = shutdown
+        self.target = client.add(self.probe)
+        self.restarts = 0
+        self._index = index
+        self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
+        self._death = Death("")
+        self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._recent_restarts = server.restarted_at
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_since = _LONG_AGO
+        self._watching = False
+
+    async def start(self) -> None:
+        if await self.server.take_over(self.config, self.rank):
+            self._tell("reused")
+        else:
+            self._tell("restart" if self.restarts else "start")
+            await self.server.start()
+            self._tell("ready")
+        self._death_cause = asyncio.get_running_loop().create_future()
+        self.client.mark_up(self.target, self.server.url, self.server.api_key)
+
+    def _tell(self, what: str, why: str = "") -> None:
+        url = self.server.url if what in ("ready", "reused") else None
+        self.client.on_server(what, str(self._index), url, why.partition("\n")[0])
+
+    async def stop(self) -> None:
+        await self.client.disconnect(self.target)
+        with self.shutdown.closing():
+            await (self.server.kill() if self.shutdown.kills_servers else self.server.stop())
+
+    async def supervise(self) -> NoReturn:
+        """Restart the server whenever it dies.
+
+        Raises:
+            ServerDied: it may not be restarted again.
+        """
+        while True:
+            cause = await self._until_death()
+            self._tell("death", cause)
+            await self.client.disconnect(self.target)
+            if self.shutdown.is_requested:
+                # A cluster signals the server, too, so it may end before we do.
+                logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
+                await wait_until_cancelled()
+            logger.warning(f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent again.")
+            await self.server.kill()
+            await self._restart(cause)
+
+    async def _until_death(self) -> str:
+        """Watch the server until it is dead; the cause."""
+        self._watching = True
+        watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
+        if self.config.max_concurrent_generations == "auto":
+            router = self.client.router
+            watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises only if a watcher has a bug; otherwise the cause is set
+            cause = await self._death_cause
+        finally:
+            started = [*tasks, *([self._probing] if self._probing else [])]
+            for task in started:
+                task.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
+        return cause if "\n" in cause else await self.server.report(cause)
+
+    def mark_dead(self, cause: str) -> None:
+        if not self._death_cause.done():
+            self._death = self.client.mark_dead(self.target, cause.partition("\n")[0])
+            self._death_cause.set_result(cause)
+
+    async def _restart(self, cause: str) -> None:
+        while True:
+            await asyncio.sleep(self._next_backoff(cause))
+            if self.shutdown.is_requested:
+                await wait_until_cancelled()
+            self.restarts += 1
+            try:
+                await self.start()
+            except ServerStartFailed as error:
+                cause = str(error)
+                logger.warning(f"{self._name} could not be restarted: {cause}")
+            else:
+                number = len(self._recent_restarts)
+                logger.info(f"{self._name} is back (restart {number} of {self.config.server_max_restarts}).")
+                return
+
+    def _next_backoff(self, cause: str) -> float:
+        """Seconds to wait before the next restart.
+
+        Raises:
+            ServerDied: there were too many restarts within the window.
+        """
+        now = time.monotonic()
+        window, allowed = self.config.server_restart_window_sec, self.config.server_max_restarts
+        while self._recent_restarts and self._recent_restarts[0] < now - window:
+            self._recent_restarts.popleft()
+        if self._death.attributed:  # to a request, which is a dead letter now: no sign that the next start will fail
+            self._death = Death("")
+            return retrying.RESTART.first
+        if len(self._recent_restarts) >= allowed:
+            raise ServerDied(
+                f"{self._name} was restarted {len(self._recent_restarts)} times within {window:g} s, and died again "
+                f"(server_max_restarts={allowed}). Last cause: {cause}"
+            )
+        self._recent_restarts.append(now)
+        return retrying.RESTART.wait(len(self._recent_restarts))
+
+    # the watchers -----------------------------------------------------------------------------------------------
+
+    async def _watch_process(self) -> None:
+        try:
+            await self.server.watch()
+        except ServerDied as error:
+            self.mark_dead(str(error))
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL)
+            if self.target.attempts:
+                await self.probe(_LONG_AGO, False)
+
+    async def _watch_progress(self) -> None:
+        interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
+        tokens: float | None = None
+        while True:
+            await asyncio.sleep(interval)
+            tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
+
+    async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
+        """Mark the server dead if it hangs.
+
+        Args:
+            tokens: the result of the last check.
+            seconds: the engine's metrics may take.
+
+        Returns:
+            The tokens that the engine has counted; None if it has no metrics or no requests.
+        """
+        metrics = await self._metrics(seconds) if self.target.attempts else None
+        if metrics is not None and tokens is not None and metrics.tokens != tokens:
+            self.target.mark_alive()
+        in_flight, timeout = len(self.target.attempts), self.config.hang_timeout
+        if in_flight and time.monotonic() - self.target.alive_at >= timeout:
+            self.mark_dead(
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for {timeout:g} s "
+                "(hang_timeout)"
+            )
+        return metrics.tokens if metrics is not None else None
+
+    async def _metrics(self, seconds: float) -> Metrics | None:
+        server = self.server
+        return await read_metrics(server.url, server.headers, self.config.engine, seconds)
+
+    # health probes -----------------------------------------------------------------------------------------------
+
+    async def probe(self, since: float, until_proof: bool) -> None:
+        """Returns once the server is known to be alive. If it is dead, the attempts that wait here are aborted.
+
+        A vLLM that received SIGTERM finishes its requests, answers 500 to all new ones, and reports itself healthy. So
+        the proof of a healthy server is an answer to an attempt that started after ``since``. Without one, the server
+        counts as alive if its process still runs after the time that a SIGTERM leaves it to finish its requests.
+
+        Args:
+            since: when the attempt started whose failure is the reason for the probe.
+            until_proof: wait for that proof.
+        """
+        if not self._watching or self._death_cause.done():
+            return
+        await self._join_probe(since)
+        if self.shutdown.is_requested:
+            return  # nothing is sent again, so it does not matter whether the server accepts new requests
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
+        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would have to look for waiters
+
+    async def _join_probe(self, since: float) -> None:
+        """Wait for the probe under way; start one if there is none."""
+        if self._probing is None or self._probing.done():
+            self._probed_since = _LONG_AGO
+            self._probing = asyncio.create_task(self._run_probes())
+        self._probed_since = max(self._probed_since, since)
+        await asyncio.wait([self._probing])
+
+    async def _run_probes(self) -> None:
+        problem: str | None = None
+        for number in range(_PROBES):
+            if number:
+                await asyncio.sleep(_PROBE_PAUSE)
+            server = self.server
+            problem = await request_health(server.url, server.headers, self.config.engine, _PROBE_TIMEOUT)
+            if problem is None:
+                return
+        # A server that is too busy to answer in time is not dead. It is only if it answered no request either, since
+        # the youngest of the failed attempts started.
+        if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self.mark_dead(f"is dead, although its process is running: its health address {problem}")

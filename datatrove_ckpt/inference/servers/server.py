@@ -11,13 +11,17 @@ again. It belongs to no event loop: a rank can pass it on to the next one of its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,22 +29,29 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.backoff import backoff_seconds
+from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
+    GPU_FULL,
+    HOST,
+    LINK_KEY_VARIABLE,
+    PORT_TAKEN,
+    SINGLE_NODE,
+    TOO_FEW_GPUS,
+    Cause,
+    EngineCommand,
+    Nodes,
+)
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers import guardian, leftovers
-from datatrove_ckpt.inference.servers.diagnosis import Cause, find_cause, last_line, read_log, redacted_command, report
-from datatrove_ckpt.inference.servers.engines import HOST, EngineCommand, engine_command
+from datatrove_ckpt.inference.servers import guardian, node
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
-from datatrove_ckpt.inference.servers.guarded_process import GuardedProcess
-from datatrove_ckpt.inference.servers.health import answers, request_health
-from datatrove_ckpt.inference.servers.interface import Server, wait_until_cancelled
-from datatrove_ckpt.inference.servers.leftovers import ServerRecord
-from datatrove_ckpt.inference.servers.nodes import SINGLE_NODE, Nodes
+from datatrove_ckpt.inference.servers.node import ServerRecord
+from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor
+from datatrove_ckpt.process.shutdown import wait_until_cancelled
+from datatrove_ckpt.redaction import HIDDEN, MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, may_name_secret
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
 # then the kernel must give this port to no outgoing connection.
@@ -49,10 +60,6 @@ _PORT_TRIES = 100
 _MAX_PORT_COLLISIONS = 3
 _PROBE_TIMEOUT = 5.0  # seconds
 _HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
-_FIRST_POLL = 0.05  # seconds
-_POLL_GROWTH = 1.2  # so a server is found ready at most a fifth later than it was
-# Seconds before another attempt: the resources of the last one (GPU memory, above all) take a moment to become free.
-_RETRY_DELAY = 1.0
 
 
 class _StartAttemptFailed(Exception):
@@ -61,7 +68,7 @@ class _StartAttemptFailed(Exception):
         self.cause = cause or Cause("")
 
 
-class InferenceServer(Server):
+class InferenceServer:
     """A server that this process launches.
 
     Args:
@@ -151,7 +158,7 @@ class InferenceServer(Server):
             if not self.is_running:
                 return "has ended"
             if number:
-                await asyncio.sleep(_RETRY_DELAY)
+                await asyncio.sleep(retrying.RELAUNCH.first)
             problem = await self._probe()
             if problem is None:
                 break
@@ -160,7 +167,7 @@ class InferenceServer(Server):
     async def _probe(self) -> str | None:
         if not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
             return "does not answer"
-        return await request_health(self.url, self.headers, self.config.server_type, _PROBE_TIMEOUT)
+        return await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
 
     def _log_line(self, line: str) -> None:
         """Adds a line of ours to the server's log, so that what follows can be told apart."""
@@ -181,7 +188,7 @@ class InferenceServer(Server):
                     raise ServerStartFailed(str(failure)) from None
                 attempt += not collision
                 logger.warning(f"{failure}\nStarting it again (attempt {attempt} of {attempts}).")
-                await asyncio.sleep(_RETRY_DELAY)
+                await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
         """One launch.
@@ -202,7 +209,7 @@ class InferenceServer(Server):
         port = free_port()
         key = Key(secrets.token_urlsafe(32))
         # In a thread: it looks for files and packages, which may be on a slow shared disk.
-        self._command = await asyncio.to_thread(engine_command, self.config, port, key, self._nodes)
+        self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self._nodes)
         self.api_key = key if self._command.takes_key else None
         self.urls = [f"http://{HOST}:{port}"]
         logger.info(f"starting {redacted_command(self._command.argv)}")
@@ -239,7 +246,7 @@ class InferenceServer(Server):
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
         if self._record is not None:
-            ours[leftovers.VARIABLE] = self._record.nonce
+            ours[node.VARIABLE] = self._record.nonce
         return ours
 
     def _open_log(self) -> int:
@@ -270,10 +277,11 @@ class InferenceServer(Server):
             if exit_code.done():
                 code = exit_code.result()
                 what = f"exited with code {code} after {seconds:.1f} s, before it was ready"
-                raise await self._start_failure(what, code)
+                raise _StartAttemptFailed(*await self._explained(what, code))
             if not answer.done():
                 settings = "server_ready_max_attempts * server_ready_delay_sec"
-                raise await self._start_failure(f"did not become ready within {window:g} s ({settings})", None)
+                what = f"did not become ready within {window:g} s ({settings})"
+                raise _StartAttemptFailed(*await self._explained(what))
             answer.result()
         finally:
             exit_code.cancel()
@@ -282,38 +290,35 @@ class InferenceServer(Server):
         logger.info(f"{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
 
     def _starting_line(self, window: float, waited: float) -> str:
-        assert self._log_path is not None
-        redact = Redactor(*self.headers.values())
-        return starting_line(self.config.server_type, waited, window, self._log_path, self._log_start, redact)
+        return starting_line(self.config.server_type, waited, window, self._log_path, self._log())
 
     async def _wait_until_answering(self) -> None:
         longest, failures = self.config.server_ready_delay_sec, 0
         while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
             failures += 1
-            await asyncio.sleep(backoff_seconds(failures, _FIRST_POLL, longest, growth=_POLL_GROWTH))
+            await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
 
-    async def _start_failure(self, what: str, exit_code: int | None) -> _StartAttemptFailed:
-        text, cause = await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", exit_code)
-        return _StartAttemptFailed(text, cause)
-
-    def _report(self, what: str, exit_code: int | None) -> tuple[str, Cause | None]:
-        assert self._log_path is not None
+    def _log(self) -> str:
+        """The end of what the process has written, without secrets."""
         redact = Redactor(*self.headers.values())
-        log = redact(read_log(self._log_path, self._log_start))
+        return redact(read_log(self._log_path, self._log_start)) if self._log_path is not None else ""
+
+    async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
+        """``what`` is wrong with the server, with its command and the end of its log; and the cause, if it is known."""
+        log, said = await asyncio.to_thread(self._log), f"The {self.config.server_type} server {what}."
         cause = find_cause(exit_code, log)
-        return report(what, self._command.argv, self._log_path, log, cause), cause
+        return report(said, self._command.argv, self._log_path, log, cause), cause
 
     async def report(self, what: str) -> str:
         """``what`` is wrong with the server, with its command and the end of its log."""
-        return (await asyncio.to_thread(self._report, f"The {self.config.server_type} server {what}.", None))[0]
+        return (await self._explained(what))[0]
 
     async def watch(self) -> NoReturn:
         process = self._process
         if process is not None:
             code = await process.wait()
             if not process.stop_requested:
-                what = f"The {self.config.server_type} server died with exit code {code}."
-                raise ServerDied((await asyncio.to_thread(self._report, what, code))[0])
+                raise ServerDied((await self._explained(f"died with exit code {code}", code))[0])
         await wait_until_cancelled()  # stopped on purpose: there is nothing to report
 
     async def kill(self) -> None:
@@ -407,13 +412,228 @@ async def wait_for_first(
         logger.info(await asyncio.to_thread(line, waited))
 
 
-def starting_line(name: str, waited: float, window: float, log: Path, log_start: int, redact: Redactor) -> str:
-    """What a server says while it starts.
+def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
+    """What a server says while it starts. ``log``: what it has written to the file."""
+    last = last_line(log)
+    said = f"The last line of its log ({path}): {last}" if last else f"Its log is empty so far ({path})."
+    return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
+
+
+_POLL = 0.05  # seconds, where there is no pidfd
+# Seconds a guardian gets beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
+_GUARDIAN_MARGIN = 12.0
+
+
+class GuardedProcess:
+    """A server's process below its guardian, as the runner sees it. Starts the guardian, which starts the server.
+
+    It belongs to no event loop, so a rank can pass it on to the next one, which has another loop.
 
     Args:
-        name: of the engine.
-        log: what the server writes; ``log_start``: since this byte.
+        argv: the server's command line.
+        env: the server's whole environment.
+        log: a file descriptor for the output of both.
+        locks: file descriptors that the server inherits.
+        stop_timeout: seconds between SIGTERM and SIGKILL.
+
+    Attributes:
+        pid: the guardian's.
+
+    Raises:
+        OSError: no process could be created.
     """
-    last = last_line(redact(read_log(log, log_start)))
-    said = f"The last line of its log ({log}): {last}" if last else f"Its log is empty so far ({log})."
-    return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
+
+    def __init__(
+        self, argv: Sequence[str], env: HiddenDict, log: int, locks: Sequence[int], stop_timeout: float
+    ) -> None:
+        self._stop_timeout = stop_timeout
+        lifeline_end, lifeline = os.pipe()
+        # The guardian stops the server when this end closes. The kernel closes it even if this process is killed.
+        self._lifeline: int | None = node.own(lifeline)
+        guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__, *guarded],
+                stdin=lifeline_end,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=locks,
+                start_new_session=True,  # Ctrl-C in the terminal is for the runner
+            )
+        except BaseException:
+            self._close_lifeline()
+            raise
+        finally:
+            os.close(lifeline_end)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The guardian's exit code: the server's, 128 + n if signal n ended it. -n: signal n ended the guardian."""
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """The exit code, once the process has ended. Several tasks may wait."""
+        while (code := self._process.poll()) is None:
+            await self._until_exit()
+        return code
+
+    async def _until_exit(self) -> None:
+        try:
+            handle = os.pidfd_open(self.pid)  # still ours: a process that was not waited for keeps its number
+        except (OSError, AttributeError):
+            await asyncio.sleep(_POLL)
+            return
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            loop.add_reader(handle, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._lifeline is None
+
+    def request_stop(self) -> None:
+        """Let the guardian stop the server: SIGTERM, and SIGKILL for what is left after the timeout."""
+        self._close_lifeline()
+
+    def request_kill(self) -> None:
+        """Let the guardian stop the server at once, by SIGKILL."""
+        if self._lifeline is not None:
+            with contextlib.suppress(BrokenPipeError):  # the guardian has ended already
+                os.write(self._lifeline, guardian.KILL_NOW)
+        self._close_lifeline()
+
+    async def wait_until_stopped(self) -> int:
+        """The exit code. Only after one of the two requests."""
+        try:
+            async with asyncio.timeout(self._stop_timeout + _GUARDIAN_MARGIN):
+                return await self.wait()
+        except TimeoutError:
+            self._process.kill()
+            return await self.wait()
+
+    def wait_until_stopped_blocking(self) -> int:
+        """The same without an event loop."""
+        try:
+            return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _close_lifeline(self) -> None:
+        if self._lifeline is not None:
+            node.close(self._lifeline)
+            self._lifeline = None
+
+
+# Finds out why a server did not start, from its exit code and the end of its log.
+#
+# Engines bury the cause under pages of traceback, and each wrong guess costs another start-up on a GPU node. Each known
+# cause has an explanation, what to do, and whether another attempt can succeed.
+
+
+LOG_TAIL_LINES = 20
+# Bytes at the end of the log that are searched for a cause. vLLM prints it well before its last traceback.
+_SEARCHED_BYTES = 256 * 1024
+_FLAG = re.compile(r"--([\w-]+)(=|$)")
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_SHOWN_LINE = 200  # characters
+_EXIT_NOT_FOUND = 127
+_EXIT_KILLED = 137
+
+
+_COMMON = (
+    (
+        Cause(
+            "The server does not know a flag or its value. Check model_kwargs against its --help. To leave out a "
+            "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
+            True,
+        ),
+        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
+        r"|arguments are required|ignored explicit argument|invalid \w+ value:",
+    ),
+    (PORT_TAKEN, r"address already in use|errno 98\b"),
+    (
+        Cause("The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True),
+        r"gated ?repo|access to model .* is restricted|401 client error",
+    ),
+    (
+        Cause("There is no such model. Check model_name_or_path: a hub name, or a folder on this node.", True),
+        r"repository ?not ?found|not a valid model identifier|incorrect path_or_model_id|hfvalidationerror",
+    ),
+    (
+        Cause("The model brings its own code. If you trust it, set trust_remote_code: true.", True),
+        r"contains custom code which must be executed|(?:pass the argument|set the option) .?trust_remote_code",
+    ),
+    (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
+    (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
+)
+# Of all engines, because a script of the user's may start any of them.
+_CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
+
+
+def find_cause(exit_code: int | None, log: str) -> Cause | None:
+    """The cause, if the log or the exit code shows a known one."""
+    if exit_code == _EXIT_NOT_FOUND:
+        return Cause("The command was not found, or is not executable.", permanent=True)
+    if missing := _MODULE.search(log):
+        name = missing[1]
+        package = f"'datatrove-ckpt[{_EXTRAS[name]}]'" if name in _EXTRAS else name.partition(".")[0]
+        return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True)
+    for cause, pattern in _CAUSES:
+        if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
+            return cause
+    if exit_code == _EXIT_KILLED:
+        return Cause("It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more --mem.")
+    return None
+
+
+def read_log(path: Path, start: int) -> str:
+    """The end of what was written to the log since byte ``start``; empty if there is no log."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(start, size - _SEARCHED_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_line(log: str) -> str:
+    """The last line that says something, made fit for a terminal; of a progress bar its last state. "" if none does."""
+    for line in reversed(log.replace("\r", "\n").split("\n")):
+        shown = "".join(part if part.isprintable() else " " for part in _ESCAPE.sub("", line)).strip()
+        if shown:
+            return shown if len(shown) <= _SHOWN_LINE else f"{shown[:_SHOWN_LINE]}..."
+    return ""
+
+
+def report(what: str, argv: tuple[str, ...], log_path: Path | None, log: str, cause: Cause | None = None) -> str:
+    """An error message: what happened, why, which command, and the last lines of its log."""
+    lines = [what]
+    if cause is not None:
+        lines.append(f"Cause: {cause.text}")
+    lines.append(f"Command: {redacted_command(argv)}")
+    tail = log.rstrip().splitlines()[-LOG_TAIL_LINES:]
+    lines.append(f"End of its log ({log_path}):" if tail else f"Its log is empty ({log_path}).")
+    lines += [f"  {line}" for line in tail]
+    return "\n".join(lines)
+
+
+def redacted_command(argv: tuple[str, ...]) -> str:
+    """The command line, without the values of flags that are named like secrets."""
+    shown: list[str] = []
+    hide_next = False
+    for part in argv:
+        flag = _FLAG.match(part)
+        is_secret = flag is not None and may_name_secret(flag[1])
+        shown.append(HIDDEN if hide_next else f"--{flag[1]}={HIDDEN}" if flag and is_secret and flag[2] else part)
+        hide_next = is_secret and flag is not None and not flag[2]
+    return " ".join(shown)

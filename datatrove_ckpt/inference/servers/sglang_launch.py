@@ -16,7 +16,7 @@ import runpy
 import sys
 from typing import Any
 
-_VARIABLE = "DATATROVE_CKPT_API_KEY"  # engines.API_KEY_VARIABLE
+_VARIABLE = "DATATROVE_CKPT_API_KEY"  # config.inference_config.API_KEY_VARIABLE
 
 
 class Hidden(str):

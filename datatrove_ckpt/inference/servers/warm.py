@@ -102,11 +102,9 @@ def server_settings(config: InferenceConfig) -> Settings:
     """Everything that the servers of a rank depend on: their command, files, environment and place.
 
     Raises:
-        ConfigError, ServerStartFailed: see ``engine_command``.
+        ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
-    from datatrove_ckpt.inference.servers.engines import engine_command
-
-    command = engine_command(config, _PORT, Key(""))
+    command = config.engine.launch(config, _PORT, Key(""))
     model = config.model_name_or_path
     script = str((config.model_kwargs or {})["server_script"]) if config.server_type == "custom" else ""
     parts: dict[str, object] = {

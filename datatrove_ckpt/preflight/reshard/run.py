@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
+    RUN,
     SHARD,
     SHARES,
     is_finished,
+    last_chunk_file,
     rank_folder,
     rank_numbers,
+    retry_folders,
 )
-from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
+from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out, unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.job_check import check_job
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.maintenance.run_check import check_output_of_run
-from datatrove_ckpt.output.writer_check import check_rank_in_template
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.hub_access import hub_folder_of
+from datatrove_ckpt.output.hub_commits import remove_files
+from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
-from datatrove_ckpt.preflight.reshard.dealing import deal
-from datatrove_ckpt.preflight.reshard.moving import Moved, close_gaps, kept_share, move
-from datatrove_ckpt.preflight.reshard.output import remove_output, unfinished_files
-from datatrove_ckpt.preflight.reshard.ready import check_all_here, check_fork, check_retries, refuse_retried
-from datatrove_ckpt.preflight.reshard.scan import RankInput, Scanner
+from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs, divide, joined, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
+from datatrove_ckpt.retrying import failure_line, file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -74,7 +83,7 @@ class Resharded:
     resumed: bool = False
 
 
-def reshard(executor: Any, tasks: int, dry_run: bool = False) -> Resharded:
+def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Resharded:
     """Deals what is left of a run out to another number of tasks.
 
     Args:
@@ -88,90 +97,77 @@ def reshard(executor: Any, tasks: int, dry_run: bool = False) -> Resharded:
         CkptError: the checkpoint, the output or the input is not as it should be; see ``check_before_run``.
         OSError: the input cannot be listed.
     """
-    steps, runner = _pipeline(executor, tasks)
+    plan = RunPlan.of(executor)
+    planned = _runner(plan, tasks)
+    runner = planned.step
     root = runner.checkpoints_root
     if not root.is_dir() or not rank_numbers(root):
         raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
     if ReshardPlan.read(root) is None:
-        check_all_here(root, executor.world_size)
+        check_all_here(root, plan.tasks)
         check_fork(root)
-        check_job(executor, dry_run=True, deals_out=True)
-        check_inputs_unchanged(executor)
-        every, logs = range(executor.world_size), executor.logging_dir.resolve_paths("")
-        check_output_of_run(runner.output_writer, root, logs, executor.world_size, first_starts=every)
+        check_job(plan, dry_run=True, deals_out=True)
+        check_inputs_unchanged(plan)
+        every, logs = range(plan.tasks), plan.logging_dir.resolve_paths("")
+        check_output_of_run(runner.output_writer, root, logs, plan.tasks, first_starts=every)
         check_retries(root)
     finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
-    with _locked(root, executor.world_size) as locks:
-        if (plan := ReshardPlan.read(root)) is not None:
-            return _resume(executor, runner, plan, locks, tasks, dry_run)
-        return _Reshard(executor, steps, runner, root, tasks, finished).run(locks, dry_run)
-
-
-class _HeldLocks:
-    """The ranks' locks, and the plan that decides which lock files stay."""
-
-    def __init__(self) -> None:
-        self.plan: ReshardPlan | None = None
+    with _locked(root, plan.tasks) as locks:
+        if (begun := ReshardPlan.read(root)) is not None:
+            return _resume(plan, runner, begun, locks, tasks, dry_run)
+        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
 
 
 @contextmanager
-def _locked(root: Path, tasks: int) -> Iterator[_HeldLocks]:
+def _locked(root: Path, tasks: int) -> Iterator[RankLocks]:
     ranks = sorted({*range(tasks), *rank_numbers(root)})
     allow_open_files(len(ranks))  # each lock is one
-    locks, held = RankLocks(root, ranks), _HeldLocks()
+    locks = RankLocks(root, ranks)
     try:
-        yield held
+        yield locks
     finally:
-        locks.release(held.plan)
+        locks.release()
 
 
 def _resume(
-    executor: Any, runner: InferenceRunner, plan: ReshardPlan, locks: _HeldLocks, tasks: int, dry_run: bool
+    plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan, locks: RankLocks, tasks: int, dry_run: bool
 ) -> Resharded:
     if not dry_run:
-        _carry_out(executor, runner, plan)
-        locks.plan = plan
-    if plan.tasks != tasks:
+        _carry_out(plan, runner, begun)
+        locks.plan = begun
+    if begun.tasks != tasks:
         raise CheckpointMismatch(
-            f"An interrupted reshard to {plan.tasks} tasks {'comes' if dry_run else 'came'} first"
+            f"An interrupted reshard to {begun.tasks} tasks {'comes' if dry_run else 'came'} first"
             f"{'' if dry_run else ', and is done now'}. Run the same command again for {tasks} tasks."
         )
-    return Resharded(plan.before, plan.tasks, resumed=True)
+    return Resharded(begun.before, begun.tasks, resumed=True)
 
 
-def _carry_out(executor: Any, runner: InferenceRunner, plan: ReshardPlan) -> None:
-    forget, remove = partial(_forget_marker, executor), partial(remove_output, runner.output_writer)
-    carry_out(runner.checkpoints_root, plan, forget, remove)
-
-
-def _forget_marker(executor: Any, rank: int) -> None:
-    name = f"completions/{rank:05d}"
-    if executor.logging_dir.isfile(name):
-        executor.logging_dir.rm(name)
+def _carry_out(plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan) -> None:
+    carry_out(runner.checkpoints_root, begun, plan.forget, partial(remove_output, runner.output_writer))
 
 
 # what can be dealt out ---------------------------------------------------------------------------------------------
 
 
-def _pipeline(executor: Any, tasks: int) -> tuple[list[Any], InferenceRunner]:
-    """The steps before the runner, and the runner.
+def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
+    """The runner whose input is dealt out.
 
     Raises:
-        ConfigError: their documents do not stand for themselves.
+        ConfigError: its documents do not stand for themselves.
     """
     if tasks < 1:
         raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
-    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
-    if len(runners) != 1 or runners[0].checkpoints_local_dir is None:
+    runners = plan.runners
+    if len(runners) != 1 or runners[0].step.checkpoints_local_dir is None:
         raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
-    runner, steps = runners[0], list(executor.pipeline[: executor.pipeline.index(runners[0])])
-    if why := _why_not(steps, runner, executor):
+    if why := _why_not(runners[0].before, runners[0].step, plan.tasks):
         raise ConfigError(f"reshard: {why}")
-    check_rank_in_template(runner.output_writer, tasks)
-    return steps, runner
+    check_rank_in_template(runners[0].step.output_writer, tasks)
+    return runners[0]
 
 
-def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> str:
+def _why_not(steps: Sequence[PipelineStep], runner: InferenceRunner, tasks: int) -> str:
     """Why what is left cannot be dealt out, and what to do; "" if it can."""
     readers = [step for step in steps if isinstance(step, SeekingReader)]
     if len(readers) != 1 or steps[0] is not readers[0]:
@@ -192,7 +188,7 @@ def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> st
     for step in steps:
         if not isinstance(step, PipelineStep) and not callable(step):
             return f"{step!r} is a list of documents, which every task reads."
-        documents = step(documents, 0, executor.world_size)
+        documents = step(documents, 0, tasks)
     stateful = [] if runner.seek else stateful_steps(documents)
     if stateful:
         return (
@@ -208,21 +204,13 @@ def _why_not(steps: Sequence[Any], runner: InferenceRunner, executor: Any) -> st
 class _Reshard:
     """One change of the number of tasks. The ranks' locks are held."""
 
-    def __init__(
-        self,
-        executor: Any,
-        steps: Sequence[Any],
-        runner: InferenceRunner,
-        root: Path,
-        tasks: int,
-        finished: Collection[int],
-    ) -> None:
-        self._executor = executor
-        self._steps = steps
-        self._reader: Any = steps[0]
-        self._runner = runner
+    def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
+        self._plan = plan
+        self._steps = runner.before
+        self._reader = runner.before[0]
+        self._runner = runner.step
         self._root = root
-        self._before: int = executor.world_size
+        self._before = plan.tasks
         self._tasks = tasks
         self._shares = read_shares(root)
         self._inputs: Inputs = list_input(self._reader)
@@ -230,11 +218,11 @@ class _Reshard:
         self._input = names_hash(self._inputs.names)
         self._round = self._shares.round if self._shares is not None else 0
         sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
-        chunk = runner.records_per_chunk
-        self._scanner = Scanner(root, steps, self._before, chunk, self._share_of, sizes, finished)
+        chunk = runner.step.records_per_chunk
+        self._scanner = Scanner(root, runner.before, self._before, chunk, self._share_of, sizes, finished)
         self._report = Resharded(self._before, tasks)
 
-    def run(self, locks: _HeldLocks, dry_run: bool) -> Resharded:
+    def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
             ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
         come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
@@ -253,7 +241,7 @@ class _Reshard:
             if not (self._root / RESHARD_PLAN).exists():
                 staging.abandon()
         locks.plan = plan
-        _carry_out(self._executor, self._runner, plan)
+        _carry_out(self._plan, self._runner, plan)
         return self._report
 
     def _rank_numbers(self) -> list[int]:
@@ -367,3 +355,172 @@ class _Reshard:
         size = self._inputs.size(index)
         content = "" if self._reader._may_grow(part.name) else self._inputs.fingerprint(index, size, whole=True)
         return part._replace(size=size, hash=content)
+
+
+# What must be there, and over -----------------------------------------------------------------------------------------
+
+
+def check_all_here(root: Path, tasks: int) -> None:
+    """Checks that no task's folder is missing: its documents would be dealt out again.
+
+    Raises:
+        CheckpointMismatch: the last chunk of a task is named, or there is a retry of it, and it has no checkpoint.
+    """
+    retried = {rank for folder in retry_folders(root) for rank in rank_numbers(folder)}
+    without = [rank for rank in range(tasks) if not (rank_folder(root, rank) / RUN).exists()]
+    if missing := [rank for rank in without if rank in retried or last_chunk_file(root, rank).exists()]:
+        raise CheckpointMismatch(
+            f"{root} holds no checkpoint of {name_tasks(missing)}, and {last_chunk_file(root, missing[0]).parent} or a "
+            "retry shows that there was one. Bring it back: reshard needs the folders of all tasks in one place. Where "
+            "each node keeps its own, finish the run with the number of tasks that it has."
+        )
+
+
+def refuse_retried(root: Path, rank: int, tasks: int) -> None:
+    """Refuses a task whose unfinished documents would move, if dead letters of it were retried: ``repair`` came after.
+
+    A retry knows documents by task and number, so under another task it would not be known that they are delivered.
+
+    Raises:
+        CheckpointMismatch: it has; the message says what to do first.
+    """
+    retries = [folder.name for folder in retry_folders(root) if rank_folder(folder, rank).exists()]
+    if retries:
+        first = "run" if rank < tasks else f"reshard to {rank + 1} tasks or more, run"
+        raise CheckpointMismatch(
+            f"{rank_folder(root, rank)} has chunks that are to be made again, and {retries[0]} has delivered dead "
+            f"letters of it, which another task would deliver again. First {first} to the end, then reshard."
+        )
+
+
+def check_fork(root: Path) -> None:
+    if unstarted := unstarted_ranks(root):
+        raise ConfigError(
+            f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
+            "for the number of tasks of the other run only. Start every task of it once, or make a new run."
+        )
+
+
+def check_retries(root: Path) -> None:
+    for folder in retry_folders(root):
+        for rank in rank_numbers(folder):
+            if not is_finished(folder / f"{rank:05d}"):
+                raise ConfigError(
+                    f"reshard: the retry of dead letters in {folder / f'{rank:05d}'} is not finished. Finish it first, "
+                    "with --retry-dead-letters."
+                )
+
+
+# Output of chunks that were not committed -----------------------------------------------------------------------------
+#
+# Files of ranks that there will be no more, published before a kill. Such a rank would publish them again, under the
+# same names. Now its documents go to another rank, which writes them into files of its own.
+
+
+def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
+    """The files of chunks of these ranks that have a journal.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    if not ranks:
+        return []
+    commits = [RankCommits(root, rank, []) for rank in ranks]
+    check = OutputCheck(writer, root)
+    found = check.look(commits)
+    return [name for rank in commits for name in check.unfinished_files(rank, found)]
+
+
+def remove_output(writer: DiskWriter, names: Sequence[str]) -> None:
+    """Removes those of the files that are there.
+
+    Raises:
+        OutputFailed, StorageFailed: one could not be removed.
+    """
+    if (hub := hub_folder_of(writer)) is not None:
+        remove_files(hub, names)
+        return
+    folder = writer.output_folder
+    for name in names:
+        if folder.is_local():
+            files.disk.remove(Path(folder.resolve_paths(name)))
+            continue
+        try:
+            with file_system_call():
+                folder.rm_file(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            where = folder.resolve_paths(name)
+            raise OutputFailed(
+                f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+            ) from error
+
+
+# Dealing out ----------------------------------------------------------------------------------------------------------
+#
+# Parts of an input go to tasks by their bytes; only ``cut`` reads anything. Files that cannot be entered in the middle
+# come first, the largest first, each to the task that has the least. All others are laid end to end, and cut where a
+# task is full. So every task has the same, as far as one file allows, and there are no more cuts than tasks.
+
+Cut = Callable[[Part, Sequence[int]], list[Part]]
+"""Divides a part after about so many bytes of it each, in ascending order. Fewer pieces than asked for are fine."""
+
+SMALLEST_CUT = 0.05
+"""A file is not cut for less than this part of a task's share."""
+
+
+def deal(
+    parts: Sequence[Part], loads: Sequence[float], cut: Cut, is_divisible: Callable[[Part], bool]
+) -> list[list[Part]]:
+    """The parts for each task.
+
+    Args:
+        loads: bytes that each task has to do already.
+    """
+    full = list(map(float, loads))
+    dealt: list[list[tuple[int, Part]]] = [[] for _ in loads]
+    line = []
+    for place, part in sorted(enumerate(parts), key=lambda one: -one[1].bytes):
+        if is_divisible(part):
+            line.append((place, part))
+        else:
+            task = min(range(len(full)), key=full.__getitem__)
+            dealt[task].append((place, part))
+            full[task] += part.bytes
+    _lay_out(sorted(line), full, dealt, cut)
+    return [[part for _, part in sorted(mine, key=lambda one: one[0])] for mine in dealt]
+
+
+def _lay_out(line: list[tuple[int, Part]], full: list[float], dealt: list[list[tuple[int, Part]]], cut: Cut) -> None:
+    level = fill_level(full, sum(part.bytes for _, part in line))
+    room = {task: level - load for task, load in enumerate(full) if load < level}
+    tasks = iter(sorted(room))
+    task = next(tasks, 0)
+    left = room.get(task, 0.0)
+    for place, part in line:
+        ends: list[int] = []
+        owners = [task]
+        start = 0.0
+        while part.bytes - start > left + SMALLEST_CUT * level and (following := next(tasks, None)) is not None:
+            if left > SMALLEST_CUT * level:
+                start += left
+                ends.append(int(start))
+                owners.append(following)
+            else:
+                owners[-1] = following
+            task, left = following, room[following]
+        pieces = cut(part, ends) if ends else [part]
+        for owner, piece in zip(owners, pieces, strict=False):
+            dealt[owner].append((place, piece))
+        left -= part.bytes - start
+
+
+def fill_level(loads: Sequence[float], amount: float) -> float:
+    """How high the loads are once the amount is poured over them, the lowest first."""
+    ordered = sorted(loads)
+    for number, (load, below) in enumerate(zip(ordered, accumulate(ordered), strict=True), start=1):
+        level = (below + amount) / number
+        if number == len(ordered) or level <= ordered[number]:
+            return max(level, load)
+    return 0.0

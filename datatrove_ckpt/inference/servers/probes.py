@@ -1,0 +1,199 @@
+"""What a running server says: whether it is well, what its load is, and how many requests it may get then."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from loguru import logger
+
+from datatrove_ckpt.config.inference_config import Engine, MetricNames
+from datatrove_ckpt.errors import TooManyOpenFiles
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Target
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.process.shutdown import wait_until_cancelled
+from datatrove_ckpt.redaction import HiddenDict
+
+NO_ANSWER = "does not answer"
+
+
+async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
+    """Whether the URL answers 200 within ``seconds``."""
+    try:
+        return (await get(HiddenUrl(url), headers, seconds)).status == 200
+    except ExchangeFailed:
+        return False
+
+
+async def request_health(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> str | None:
+    """None if the server at this base URL reports itself healthy, else what is wrong."""
+    # An unknown server need not have /health. It has /v1/models, otherwise it would not have become ready.
+    path = "health" if engine.is_known else "v1/models"
+    try:
+        status = (await get(HiddenUrl(f"{url}/{path}"), headers, seconds)).status
+    except ExchangeFailed as error:
+        return NO_ANSWER if error.kind == "TimeoutError" else f"gives {error.kind}"
+    except TooManyOpenFiles:
+        return None  # says nothing about the server
+    return f"answers HTTP {status}" if status >= 500 else None
+
+
+# Reads an engine's /metrics (Prometheus text format): running, waiting and preempted requests, tokens.
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """An engine's metrics at one moment, summed over its data-parallel parts.
+
+    Attributes:
+        running, waiting: requests.
+        tokens: generated and processed since its start.
+        preemptions: requests that lost their place in the KV cache since its start, and waited again.
+    """
+
+    running: float
+    waiting: float
+    tokens: float
+    preemptions: float = 0.0
+
+
+def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
+    """None if the text contains none of the engine's metrics."""
+    running, waiting, preemptions, tokens = names
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name and name in (running, waiting, preemptions, *tokens):
+            value = line[line.rindex("}") + 1 :] if "}" in line else line[len(name) :]
+            found[name] = found.get(name, 0.0) + float(value.split()[0])
+    if not found:
+        return None
+    processed = sum(found.get(name, 0.0) for name in tokens)
+    return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0))
+
+
+async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> Metrics | None:
+    """None if the engine has no metrics, or does not answer within ``seconds``."""
+    if engine.metrics is None:
+        return None
+    try:
+        response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
+        return parse_metrics(engine.metrics, response.body.decode()) if response.status == 200 else None
+    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return None
+
+
+_LEAST_TARGET = FIRST_LIMIT // 2  # so that no more than twice the target wait, even if the engine runs one at a time
+_RUNNING_PER_WAITING = 8
+_USUAL_SAMPLES = 5
+# Requests per sample: one in 2.5 seconds, and faster with each sample without a preemption, twice as fast after 9 s.
+_GROWTH_AFTER_PREEMPTION = 0.1
+_ACCELERATION = 1.02
+_SAMPLE_SECONDS = 0.25
+_METRICS_TIMEOUT = 5.0  # seconds
+# datatrove's default for max_concurrent_generations.
+_LIMIT_WITHOUT_METRICS = 500
+_WAIT_FOR_METRICS_SECONDS = 30.0
+
+
+class Admission:
+    """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
+
+    An engine is busiest when a few requests always wait in its own queue: when one that runs ends, the next one is
+    there. More than a few only add to what a dead server loses. So the limit follows the engine's metrics. The requests
+    in flight are those that run, those that wait, and those on the way (their text is being tokenized, or their answer
+    is being read). No setting has to know how many can run.
+
+    Four facts shape the rule:
+
+    - All that is on the way may reach the queue at once. So only as much as is always on the way counts as normal, and
+      the limit grows by at most ``target`` per sample: the queue stays below twice the target while the limit grows.
+    - vLLM's numbers are those of its last step. A sample that shows no work since the one before it changes nothing.
+    - With an empty queue the limit never falls: if the engine answers faster than we send, what is missing is on the
+      way.
+    - An engine that runs more than its KV cache can hold preempts requests: they lose their place and their work, and
+      wait again. If requests always waited, it would do so all the time. So after a preemption the limit is what runs,
+      and grows slowly from there. In the simulation of ``tests/unit/test_admission.py`` this wins up to a fifth of the
+      throughput if prompts are expensive. What was sent cannot be taken back: while the texts of running requests
+      outgrow the cache, the queue can be longer than twice the target.
+
+    Attributes:
+        limit: requests that may be in flight.
+        target: requests that should wait in the engine: at least 8, at least an eighth of those that run, and at least
+            as many as are always on the way.
+    """
+
+    def __init__(self) -> None:
+        self.limit = FIRST_LIMIT
+        self.target = _LEAST_TARGET
+        self._last: Metrics | None = None
+        self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
+        self._growth = math.inf  # at most so many requests more per sample
+        self._exact = float(FIRST_LIMIT)  # the limit with its fraction
+
+    def update(self, metrics: Metrics, in_flight: int) -> None:
+        """Adapt the limit.
+
+        Args:
+            metrics: of the engine, now.
+            in_flight: requests in flight at it, as the client counts them.
+        """
+        last, self._last = self._last, metrics
+        if metrics == last:
+            return
+        usual = min(self._on_the_way) if len(self._on_the_way) == _USUAL_SAMPLES else 0.0
+        on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
+        self._on_the_way.append(on_the_way)
+        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / _RUNNING_PER_WAITING, usual))
+        preempted = last is not None and metrics.preemptions > last.preemptions
+        if preempted:
+            self._growth = _GROWTH_AFTER_PREEMPTION
+            wanted = metrics.running
+        else:
+            self._growth *= _ACCELERATION
+            missing = self.target - metrics.waiting - max(0.0, on_the_way - usual)
+            wanted = in_flight + self._exact % 1 + min(missing, self._growth)
+        falls = metrics.waiting or preempted
+        self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))
+        self.limit = math.floor(self._exact)
+
+
+async def adapt_admission(
+    name: str,
+    target: Target,
+    router: Router,
+    read: Callable[[float], Awaitable[Metrics | None]],
+    admission: Admission,
+) -> NoReturn:
+    """Adapt the target's limit to its engine until cancelled.
+
+    Without metrics (vLLM's ``disable-log-stats``) it gives up, says so, and sends datatrove's default number.
+
+    Args:
+        name: of the server, for the log.
+        read: gives the engine's metrics; takes the seconds that they may take.
+        admission: new for each process of the server.
+    """
+    started, seen = time.monotonic(), False
+    while seen or time.monotonic() - started < _WAIT_FOR_METRICS_SECONDS:
+        await asyncio.sleep(_SAMPLE_SECONDS)
+        metrics = await read(_METRICS_TIMEOUT)
+        if metrics is None:
+            continue
+        seen = True
+        admission.update(metrics, target.in_flight)
+        target.limit = admission.limit
+        router.admit()
+    target.limit = _LIMIT_WITHOUT_METRICS
+    router.admit()
+    logger.warning(
+        f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
+        f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its metrics, or set a number."
+    )
+    await wait_until_cancelled()

@@ -1,0 +1,111 @@
+"""The formats of output files that can be read again: ``verify --full`` counts their rows, ``migrate`` compares them.
+
+A writer of yours needs no format here: its files are written, published and compared by their hashes all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import IO, Any, ClassVar, TypeAlias
+
+import orjson
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.output.names import writer_name
+
+Row: TypeAlias = dict[str, Any]
+
+_BLOCK = 1 << 20  # bytes
+
+
+class Format:
+    """What the files of one writer hold: a row for each document.
+
+    Attributes:
+        writer: the class, as YAML files and ``run.json`` name it.
+        suffix: of file names, before that of a compression.
+        is_compressed: by itself.
+    """
+
+    writer: ClassVar[type[DiskWriter]]
+    suffix: ClassVar[str]
+    is_compressed: ClassVar[bool] = False
+
+    def is_written_by(self, writer: DiskWriter) -> bool:
+        return isinstance(writer, self.writer)
+
+    def count(self, file: IO[bytes]) -> int:
+        """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
+        raise NotImplementedError
+
+    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
+        """Each row with its line; None for a line that is torn.
+
+        Args:
+            columns: no others are needed. The line is empty if the format has none, or a row is not the whole line.
+        """
+        raise NotImplementedError
+
+
+class Jsonl(Format):
+    writer = JsonlWriter
+    suffix = ".jsonl"
+
+    def count(self, file: IO[bytes]) -> int:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
+
+    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
+        for line in file:
+            try:
+                row = orjson.loads(line) if line.endswith(b"\n") else None
+            except orjson.JSONDecodeError:
+                row = None
+            yield row if isinstance(row, dict) else None, line
+
+
+class Parquet(Format):
+    writer = ParquetWriter
+    suffix = ".parquet"
+    is_compressed = True
+
+    def is_written_by(self, writer: DiskWriter) -> bool:
+        """Whether the writer makes its batches as datatrove's ParquetWriter does."""
+        kind = type(writer)
+        return (
+            isinstance(writer, ParquetWriter)
+            and kind._write is ParquetWriter._write
+            and kind._write_batch is ParquetWriter._write_batch
+        )
+
+    def count(self, file: IO[bytes]) -> int:
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+
+    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            names = parquet.schema_arrow.names
+            wanted = [name for name in names if name in columns] or names[:1]  # without any, there would be no rows
+            for batch in parquet.iter_batches(1000, columns=wanted):
+                yield from ((row, b"") for row in batch.to_pylist())
+
+
+PARQUET = Parquet()
+FORMATS: tuple[Format, ...] = (Jsonl(), PARQUET)
+
+
+def format_of(writer: DiskWriter) -> Format | None:
+    return next((one for one in FORMATS if one.is_written_by(writer)), None)
+
+
+def is_known(writer: str) -> bool:
+    """Whether the writer that ``run.json`` names has a format. Early versions named datatrove's without the package."""
+    return any(writer in (writer_name(one.writer), one.writer.__name__) for one in FORMATS)
+
+
+def format_of_file(name: str) -> Format | None:
+    """By the file's name."""
+    return next((one for one in FORMATS if f"{one.suffix}." in f"{name.rpartition('/')[2]}."), None)

@@ -1,0 +1,269 @@
+"""``check_job``: what is compared before any task of a job starts.
+
+datatrove skips every task that has a completion marker in ``logging_dir``, so a finished task never looks at its own
+checkpoint again. Whoever runs an executor calls ``check_job`` first, which looks at finished tasks as well.
+
+    marker   checkpoint of the rank      what happens
+    any      of another run              refused, see ``checkpoint/job.py``
+    yes      none, but in the mirror     it is restored, and then compared
+    yes      none                        refused: nothing shows that the rank's documents are in the output
+    yes      not finished                the marker is removed, so that the rank runs
+    yes      of another run, but empty   the marker is removed, so that the rank runs with the new settings
+    yes      finished                    the rank is skipped
+    no       of this run, or none        the rank runs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.dealt_out import (
+    lost_ranks,
+    older_ranks,
+    refuse_lost_ranks,
+    refuse_lost_shares,
+    refuse_other_number,
+    refuse_unfitting,
+    retired_ranks,
+)
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
+from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
+from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
+from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.runner import InferenceRunner
+
+# A restore waits for a remote nearly all the time.
+_MIRROR_THREADS = 16
+
+
+def check_job(plan: RunPlan, dry_run: bool = False, deals_out: bool = False) -> list[str]:
+    """Compares a job, and those that it depends on, with what its folders hold from earlier runs. Starts nothing.
+
+    Args:
+        dry_run: remove no marker and restore nothing from a mirror.
+        deals_out: for ``reshard``, which gives other tasks what those of an earlier number have left.
+
+    Returns:
+        For each marker that is removed, or would be, what is wrong with it.
+
+    Raises:
+        CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
+        ConfigError: there is no task, or a step would get no documents.
+    """
+    check_step_order(plan.pipeline)
+    if plan.tasks < 1:
+        raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
+    wrong = [] if plan.depends is None else check_job(plan.depends, dry_run)
+    for runner in plan.runners:
+        if runner.step.checkpoints_local_dir is None:
+            _check_tasks(plan)
+            continue
+        root = runner.root or Path(runner.step.checkpoints_local_dir)
+        wrong += _check_runner(plan, runner, root, dry_run, deals_out)
+        if not deals_out:
+            _refuse_left_behind(root, plan.tasks)
+    return wrong
+
+
+def check_step_order(pipeline: Sequence[object]) -> None:
+    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
+
+    The runner passes no documents on. As in datatrove, a step needs documents if ``data``, the first argument of its
+    ``run``, has no default.
+
+    Raises:
+        ConfigError: naming the steps.
+    """
+    if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
+        raise ConfigError(
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it reads any. Put a "
+            "reader before it."
+        )
+    for index, (before, step) in enumerate(pairwise(pipeline)):
+        if isinstance(before, InferenceRunner) and isinstance(step, PipelineStep) and _needs_documents(step):
+            raise ConfigError(
+                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: pipeline[{index}] "
+                f"{type(before).__name__} passes none on, it writes them with its output_writer. Put this step into a "
+                "second executor, whose first step reads that output, and which has the first executor as its "
+                "`depends`. (If it is a step of yours that needs no documents, give `data` in its run() a default.)"
+            )
+
+
+def _needs_documents(step: PipelineStep) -> bool:
+    first = next(iter(signature(step.run).parameters.values()), None)
+    return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
+
+
+def _skipped(plan: RunPlan) -> list[int]:
+    """The ranks that datatrove will skip, because they have a completion marker."""
+    incomplete = set(plan.incomplete(plan.local_ranks))
+    return [rank for rank in plan.local_ranks if rank not in incomplete]
+
+
+def _check_tasks(plan: RunPlan) -> None:
+    """Without a checkpoint, the file that datatrove writes at each start has the number of tasks."""
+    if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
+        return
+    with plan.logging_dir.open("executor.json") as file:
+        tasks = json.load(file).get("world_size")
+    if tasks != plan.tasks:
+        raise CheckpointMismatch(
+            f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
+            f"  tasks: {tasks} -> {plan.tasks}\n"
+            "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
+        )
+
+
+def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
+    refuse_half_resharded(root)
+    skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
+    if not mirror:  # from there a rank may get what it lacks
+        refuse_unfitting(root)
+        for rank in plan.local_ranks:
+            check_not_headless(rank_folder(root, rank))
+    with ExitStack() as stack:
+        folder = root
+        # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
+        if not plan.is_local and mirror and not root.exists():
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+        missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
+        if mirror and missing and dry_run:
+            skipped = [rank for rank in skipped if rank not in missing]
+        elif mirror and not dry_run:
+            _restore(mirror, folder, missing, plan.tasks)
+        wrong = _Check(plan, runner.step, runner.identity, root, folder, skipped).run()
+    refuse_other_number(root, plan.tasks)
+    if not deals_out and not (mirror and dry_run):
+        refuse_lost_ranks(root)
+    for rank, text in wrong.items():
+        if not dry_run:
+            logger.warning(f"{text} The marker is removed, so the task runs again.")
+            plan.forget(rank)
+    return list(wrong.values())
+
+
+def _refuse_left_behind(root: Path, tasks: int) -> None:
+    """Refuses a run if tasks of an earlier, larger number have something to do again, which no task would do."""
+    folders = {rank: rank_folder(root, rank) for rank in sorted(retired_ranks(root))}
+    left = [rank for rank, folder in folders.items() if (folder / RUN).exists() and not is_finished(folder)]
+    if left:
+        raise CheckpointMismatch(
+            f"{root}: chunks of {name_tasks(left)} are to be made again, and since reshard there are only {tasks} "
+            f"tasks. Deal them out: datatrove-ckpt reshard WHAT --tasks {tasks}, then run."
+        )
+
+
+def _restore(url: str, folder: Path, missing: list[int], tasks: int) -> None:
+    """Restores these ranks, and what the mirror may have newer since ``reshard``: no task restores ranks of before.
+
+    Raises:
+        CheckpointMismatch: the mirror is that of an earlier number of tasks, or ranks do not fit ``shares.json``,
+            or it is for another number of tasks.
+    """
+    with suppress(OSError):  # a rank that starts says it
+        restore_shares(url, folder)
+    refuse_lost_shares(folder)
+    refuse_other_number(folder, tasks)
+    here = folder.is_dir() and rank_numbers(folder)
+    lost = [rank for rank, _ in lost_ranks(folder)] if here else sorted(retired_ranks(folder))
+    older = [rank for rank, _ in older_ranks(folder)]
+    with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
+        list(pool.map(partial(restore_rank, url, folder, retries=False), sorted({*missing, *lost, *older})))
+    refuse_unfitting(folder)
+
+
+@dataclass
+class _Check:
+    """The comparison for one step.
+
+    Attributes:
+        root: ``checkpoints_local_dir``, for messages.
+        folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
+        skipped: the ranks that have a marker.
+    """
+
+    plan: RunPlan
+    step: InferenceRunner
+    identity: RunIdentity
+    root: Path
+    folder: Path
+    skipped: list[int]
+
+    def run(self) -> dict[int, str]:
+        """Returns what is wrong with markers that are to be removed, by rank."""
+        identity, ranks = self.identity, self.plan.local_ranks
+        found = compare_job(self.folder, identity, None if len(ranks) == self.plan.tasks else ranks, self._counts)
+        if self.step.checkpoints_remote_dir:
+            found.join(compare_mirrored_job(self.step.checkpoints_remote_dir, self.folder, identity, self._counts))
+        empty = [rank for rank in self.skipped if rank in found.empty]
+        self.skipped = [rank for rank in self.skipped if rank not in empty]
+        if found.changes:
+            self._refuse(found, len(ranks))
+        self._refuse_missing()
+        wrong = {rank: self._explain(rank, "did nothing yet, and its settings have changed") for rank in empty}
+        for rank in self.skipped:
+            if not is_finished(rank_folder(self.folder, rank)):
+                wrong[rank] = self._explain(rank, "is not finished")
+        return wrong
+
+    def _counts(self, change: Change) -> bool:
+        """A retry takes dead letters with any settings, but each rank takes its own."""
+        return not self.step.retry_dead_letters or change.field == "tasks"
+
+    def _refuse(self, found: JobChanges, tasks: int) -> None:
+        """Raises, unless the changes are accepted and there is a task that they can be applied to."""
+        kept = [rank for rank in found.ranks if rank in self.skipped]
+        finished = (
+            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
+        )
+        may_mix = not found.is_layout and len(self.skipped) < tasks
+        if self.step.accept_changes and may_mix:
+            if finished:
+                logger.warning(finished)
+            return
+        way_out = way_back(found.changes, self.identity, may_mix)
+        if len(self.skipped) == tasks:
+            way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+            letters = [rank_folder(self.folder, rank) / DEAD_LETTERS for rank in self.skipped]
+            if any(path.exists() and path.stat().st_size for path in letters):
+                way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
+        elif finished:
+            way_out = f"{finished} {way_out}"
+        raise refusal(f"The checkpoints in {self.root} ({name_tasks(found.ranks)}) were", found.changes, way_out)
+
+    def _refuse_missing(self) -> None:
+        missing = [rank for rank in self.skipped if not (rank_folder(self.folder, rank) / RUN).exists()]
+        if missing:
+            markers = self.plan.logging_dir.resolve_paths("completions")
+            them = "it" if len(missing) == 1 else "them"
+            mirror = self.step.checkpoints_remote_dir
+            holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
+            raise CheckpointMismatch(
+                f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
+                "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
+                "back; if they are on another machine, run this command there. If the markers are of another job, "
+                "choose another logging_dir. To process these tasks from the start, delete their markers "
+                f"({markers}/{missing[0]:05d} ...) and output files."
+            )
+
+    def _explain(self, rank: int, why: str) -> str:
+        checkpoint, marker = rank_folder(self.root, rank), self.plan.marker(rank)
+        return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."

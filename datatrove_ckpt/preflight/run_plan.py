@@ -1,0 +1,158 @@
+"""What a job is, read from a datatrove executor. Checks and commands see this, and no executor.
+
+Which tasks are marked as complete changes while they run, so that alone is asked for anew each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
+
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.retrying import file_system_call
+from datatrove_ckpt.runner import InferenceRunner
+
+
+@dataclass(frozen=True)
+class RunnerPlan:
+    """One ``InferenceRunner`` of a job.
+
+    Attributes:
+        index: its place in the pipeline.
+        before: the steps since the runner before it, which passes no documents on.
+        tasks: of the job.
+        is_local: the tasks run on this machine.
+    """
+
+    index: int
+    step: InferenceRunner
+    before: Sequence[PipelineStep]
+    tasks: int
+    is_local: bool
+
+    @property
+    def root(self) -> Path | None:
+        """Its checkpoints on this machine. None: it keeps none, or variables in their folder are set elsewhere only.
+
+        Raises:
+            ConfigError: a variable in it is not set, and the tasks run here.
+        """
+        if self.step.checkpoints_local_dir is None:
+            return None
+        try:
+            return self.step.checkpoints_root
+        except ConfigError:
+            if self.is_local:
+                raise
+            return None
+
+    @property
+    def identity(self) -> RunIdentity:
+        return self.step.identity(self.tasks)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A job.
+
+    Attributes:
+        name: of the executor's class.
+        local_ranks: those that this executor runs; the others belong to executors on other machines.
+        is_local: the tasks run on this machine.
+        tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
+        workers: the limit for tasks that run at once; -1: none.
+        depends: the job that comes first.
+        waits: another job has yet to create the input.
+    """
+
+    name: str
+    pipeline: Sequence[PipelineStep]
+    tasks: int
+    local_ranks: range
+    is_local: bool
+    tasks_per_job: int
+    workers: int
+    logging_dir: DataFolder
+    depends: RunPlan | None
+    waits: bool
+    _executor: PipelineExecutor
+
+    @classmethod
+    def of(cls, executor: PipelineExecutor) -> RunPlan:
+        """The plan of any datatrove executor."""
+        tasks, first = int(executor.world_size), getattr(executor, "local_rank_offset", 0)
+        depends = getattr(executor, "depends", None)
+        return cls(
+            name=type(executor).__name__,
+            pipeline=executor.pipeline,
+            tasks=tasks,
+            local_ranks=range(first, first + getattr(executor, "local_tasks", tasks)),
+            is_local=isinstance(executor, LocalPipelineExecutor),
+            tasks_per_job=getattr(executor, "tasks_per_job", 1),
+            workers=getattr(executor, "workers", -1),
+            logging_dir=executor.logging_dir,
+            depends=None if depends is None else cls.of(depends),
+            waits=bool(depends or getattr(executor, "depends_job_id", None)),
+            _executor=executor,
+        )
+
+    @property
+    def runners(self) -> list[RunnerPlan]:
+        found: list[RunnerPlan] = []
+        before: list[PipelineStep] = []
+        for index, step in enumerate(self.pipeline):
+            if isinstance(step, InferenceRunner):
+                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local))
+                before = []
+            else:
+                before.append(step)
+        return found
+
+    @property
+    def kept(self) -> list[tuple[InferenceRunner, Path]]:
+        """The runners whose checkpoints are on this machine, with their folders."""
+        return [(runner.step, root) for runner in self.runners if (root := runner.root) is not None]
+
+    @property
+    def retries(self) -> bool:
+        """The tasks process dead letters, so the input may be gone."""
+        return any(runner.step.retry_dead_letters for runner in self.runners)
+
+    @property
+    def elements(self) -> int:
+        """Pieces of work for the workers: tasks, or elements of a job array."""
+        return math.ceil(self.tasks / self.tasks_per_job)
+
+    @property
+    def at_once(self) -> int:
+        """How many tasks run at once, at most."""
+        return min(self.elements, self.workers) if self.workers > 0 else self.elements
+
+    def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
+        """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
+        found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
+        return found
+
+    def marker(self, rank: int) -> str:
+        """The path of the file that marks a rank as complete."""
+        return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
+
+    def forget(self, rank: int) -> None:
+        """Removes a rank's marker, if it has one."""
+        if self.logging_dir.isfile(name := f"completions/{rank:05d}"):
+            self.logging_dir.rm(name)
+
+    def marked(self) -> dict[str, object]:
+        """When each rank was marked, by the marker's path; without those of file systems that do not tell."""
+        with file_system_call():
+            found = self.logging_dir.find("completions", detail=True)
+        times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
+        return {name: time for name, time in times.items() if time is not None}

@@ -1,0 +1,384 @@
+"""What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
+
+To change a waiting time, or what a status means, change the row of the service in the table at the end. Most libraries
+below fsspec raise classes of their own, few of which are an ``OSError``. Only this module reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any, TypeVar
+
+from loguru import logger
+
+from datatrove_ckpt.errors import causes
+from datatrove_ckpt.formatting import duration, error_text
+from datatrove_ckpt.redaction import frames_cut
+
+T = TypeVar("T")
+
+# Another attempt cannot change these.
+_PERMANENT_ERRORS = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError, AttributeError)
+_LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
+_QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
+# Of requests that the hub refuses with a final status, and accepts a moment later.
+_PASSING = re.compile(
+    "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb", re.IGNORECASE
+)
+# How the hub says when a limit that is used up starts anew: in a header, and in the text.
+_AT = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
+_IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
+_UNITS = {"second": 1, "minute": 60, "hour": 3600}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+_LOST_CONNECTION = {"ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError"}
+_STORAGE_ATTEMPTS = 5
+
+
+class FileSystemFailed(OSError):
+    """A library below fsspec raised an error that is no ``OSError``. ``__cause__`` is that error."""
+
+
+class file_system_call(frames_cut):
+    """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as an ``OSError``.
+
+    So ``except OSError`` retries or reports what a file system did, and a bug of ours surfaces at once. A list of error
+    classes instead would miss libraries: each has its own, such as ``aiohttp.ClientError``.
+
+    The libraries' frames are cut, because they hold tokens: a log with values would show HF_TOKEN.
+
+    Raises:
+        FileSystemFailed: for an error that is no ``OSError``.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            raise FileSystemFailed(error_text(error)) from error
+
+
+def failure_line(error: BaseException) -> str:
+    """Class and message of the error as the library raised it, in one line.
+
+    Without httpx's links to explanations, and the signatures in URLs of storages. huggingface_hub wraps what happened
+    to an upload in an error that only names the file: both are shown.
+    """
+    found = error.__cause__ if isinstance(error, FileSystemFailed) and error.__cause__ else error
+    inner = f": {error_text(found.__cause__)}" if type(found) is RuntimeError and found.__cause__ else ""
+    text = " ".join(_LINK.sub("", f"{error_text(found)}{inner}").split())
+    return _QUERY.sub(r"\1?***", text).rstrip(".")
+
+
+def is_permanent(error: BaseException | None) -> bool:
+    """Whether another attempt cannot succeed, whatever the HTTP status: no permission, no bucket, no credentials."""
+    return isinstance(_unwrapped(error), _PERMANENT_ERRORS) or lacks_credentials(error)
+
+
+def lacks_credentials(error: BaseException | None) -> bool:
+    """Whether the client found no credentials to send."""
+    return type(_unwrapped(error)).__name__ in _NO_CREDENTIALS
+
+
+def s3_code(error: BaseException | None) -> str:
+    """S3's own name for the error, such as "NoSuchBucket"; "" if S3 gave none."""
+    return str(_s3_response(error).get("Error", {}).get("Code", ""))
+
+
+def http_status(error: BaseException | None) -> int | None:
+    """The HTTP status; None if the error holds none."""
+    found = _unwrapped(error)
+    places = (
+        _s3_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode"),
+        getattr(getattr(found, "response", None), "status_code", None),  # requests, httpx, huggingface_hub, azure-core
+        getattr(found, "status", None),  # aiohttp
+        getattr(found, "code", None),  # gcsfs, google.api_core
+    )
+    return next((status for status in places if isinstance(status, int)), None)
+
+
+def advised_seconds(error: BaseException) -> float | None:
+    """How long the server asks to wait; None if it does not say."""
+    for one in causes(error):
+        headers = _headers(one)
+        advice = parse_retry_after(headers.get("retry-after", ""))
+        if advice is not None:
+            return advice
+        used_up = [float(seconds) for left, seconds in _AT.findall(headers.get("ratelimit", "")) if left == "0"]
+        if used_up:
+            return max(used_up)
+    if match := _IN_TEXT.search(failure_line(error)):
+        return float(_UNITS[match[2]] * (int(match[1]) if match[1].isdigit() else 1))
+    return None
+
+
+def parse_retry_after(value: str) -> float | None:
+    """The seconds that the header Retry-After asks to wait; None if it is missing or says nothing."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else max(seconds, 0.0)
+
+
+def _headers(error: BaseException) -> dict[str, str]:
+    """The headers of the HTTP response, with names in lower case; none if the error itself holds no response."""
+    response = getattr(error, "response", None)
+    places = (
+        response.get("ResponseMetadata", {}).get("HTTPHeaders") if isinstance(response, dict) else None,  # botocore
+        getattr(response, "headers", None),  # requests, httpx, huggingface_hub, azure-core
+        getattr(error, "headers", None),  # aiohttp
+    )
+    found = next((headers for headers in places if isinstance(headers, Mapping)), {})
+    return {str(name).lower(): str(value) for name, value in found.items()}
+
+
+def _s3_response(error: BaseException | None) -> dict[str, Any]:
+    """S3's response as botocore parsed it from XML, hence ``Any``. s3fs raises Python's own errors from botocore's."""
+    raised = _unwrapped(error)
+    for found in (raised, getattr(raised, "__cause__", None)):
+        response = getattr(found, "response", None)
+        if isinstance(response, dict):
+            return response
+    return {}
+
+
+def _unwrapped(error: BaseException | None) -> BaseException | None:
+    """The error as the file system raised it. huggingface_hub wraps that of an LFS upload in a ``RuntimeError``."""
+    while isinstance(error, FileSystemFailed) or type(error) is RuntimeError:
+        if error.__cause__ is None:
+            break
+        error = error.__cause__
+    return error
+
+
+def _of_reading(error: BaseException, retried: frozenset[int], failures: int) -> bool:
+    """An error of which nothing is known stays: a damaged file would be read for minutes."""
+    for one in causes(error):
+        status = http_status(one)
+        if status is not None:
+            return status in retried
+        if type(one).__name__ == "OfflineModeIsEnabled":
+            return False
+    kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+    return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
+
+
+def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
+    """An error of which nothing is known may pass: libraries have many names for a lost connection."""
+    if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
+        return True
+    status = http_status(error)
+    return not is_permanent(error) and (status is None or status in retried)
+
+
+def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> bool:
+    if _PASSING.search(failure_line(error)):
+        return True
+    url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
+    if http_status(error) in (400, 401, 403) and url and "/api/" not in url and ".git/info/lfs" not in url:
+        # The storage refused content, not the hub: its signed URLs expire, and the next attempt gets new ones.
+        return failures <= _STORAGE_ATTEMPTS
+    return isinstance(error, OSError) and _of_writing(error, retried, failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
+
+    The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait that is random: 0 for
+    one caller, 1 ("full jitter") for thousands of requests that failed together and must not return together. See
+    M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.
+
+    Attributes:
+        retried: the HTTP statuses that another attempt may change.
+        limited: those of them that mean "not now". Waiting for them uses up ``limited_patience``, not ``patience``.
+        judge: whether an error may pass, from ``retried`` and the number of failures in a row.
+        patience: how long calls may fail in a row.
+        limited_first, limited_longest: as ``first`` and ``longest``, after a limited status without Retry-After; 0: the
+            same.
+        longest_advice: Retry-After counts up to this. It never extends the patience.
+        spread: the share of an advised wait that is added by chance: ranks that were told the same moment must not
+            return together.
+        clock, sleep: replaced by tests.
+    """
+
+    retried: frozenset[int] = frozenset()
+    limited: frozenset[int] = frozenset()
+    judge: Callable[[BaseException, frozenset[int], int], bool] = _of_writing
+    patience: float = math.inf
+    limited_patience: float = math.inf
+    first: float = 1.0
+    longest: float = 60.0
+    growth: float = 2.0
+    jitter: float = 0.0
+    limited_first: float = 0.0
+    limited_longest: float = 0.0
+    longest_advice: float = 0.0
+    spread: float = 0.1
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+
+    def wait(self, failures: int, status: int | None = None, advice: float | None = None) -> float:
+        """Seconds to wait after the ``failures``-th failure in a row, counted from 1. ``advice``: what was advised."""
+        first, longest = self.first, self.longest
+        if status in self.limited and advice is None and self.limited_first:
+            first, longest = self.limited_first, self.limited_longest
+        # The exponent is bounded: 2.0 ** 1100 overflows.
+        grown = min(longest, first * self.growth ** min(failures - 1, 100)) * random.uniform(1 - self.jitter, 1)
+        if advice is None:
+            return grown
+        return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
+
+    def passes(self, error: BaseException, failures: int = 1) -> bool:
+        """Whether another attempt may succeed."""
+        return self.judge(error, self.retried, failures)
+
+    def run(
+        self,
+        call: Callable[[], T],
+        what: str,
+        explain: Callable[[BaseException], str] = failure_line,
+        meanwhile: str = "",
+        sleep: Callable[[float], object] | None = None,
+    ) -> T:
+        """The call's result. Repeats it while its errors may pass; raises the last one.
+
+        Args:
+            what: what failed, for a log line.
+            explain, meanwhile: see ``Attempts``.
+            sleep: instead of the policy's, for calls that can be stopped.
+        """
+        attempts = Attempts(self, explain, meanwhile)
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                seconds = attempts.failed(what, error)
+            (sleep or self.sleep)(seconds)
+
+
+class Attempts:
+    """Calls of one kind in a row, of which some fail.
+
+    Args:
+        explain: what a log line says about an error.
+        meanwhile: the same about what goes on during a wait.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy, explain: Callable[[BaseException], str] = failure_line, meanwhile: str = ""
+    ) -> None:
+        self._policy, self._explain, self._meanwhile = policy, explain, meanwhile
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._failures, self._limited = 0, 0.0
+        self._since: float | None = None
+
+    def failed(self, what: str, error: Exception) -> float:
+        """Logs the failure. Returns the seconds to wait before the next attempt.
+
+        Raises:
+            Exception: ``error``, if another attempt is pointless, or all have failed for too long.
+        """
+        policy = self._policy
+        now = policy.clock()
+        if self._since is None:
+            self._since = now
+        self._failures += 1
+        status = next((found for one in causes(error) if (found := http_status(one)) is not None), None)
+        limited = status in policy.limited
+        left = policy.patience - (now - self._since - self._limited)
+        if limited:
+            left = policy.limited_patience - self._limited
+        if left <= 0 or not policy.passes(error, self._failures):
+            raise error
+        advice = advised_seconds(error)
+        seconds = min(left, policy.wait(self._failures, status, advice))
+        self._limited += seconds if limited else 0.0
+        advised = ", as the server advises" if advice is not None else ""
+        bounded = f", for {duration(left)} at most" if left < math.inf else ""
+        logger.warning(
+            f"{what}: {self._explain(error)}. Next attempt in {duration(seconds)}{advised}{bounded}{self._meanwhile}."
+        )
+        return seconds
+
+
+# The table. All times are in seconds. -------------------------------------------------------------------------------
+
+_ALL = frozenset(range(300, 600))
+_5XX = frozenset(range(500, 600))
+
+# Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/client.py``).
+SERVER = RetryPolicy(
+    retried=frozenset({408, 409, 425, 429}) | _5XX,
+    limited=frozenset({429, 503, 529}),
+    first=0.5,
+    longest=30.0,
+    jitter=1.0,
+    longest_advice=120.0,
+    spread=0.0,
+)
+REJECTED = frozenset({400, 413, 414, 422, 431})
+"""The statuses of an inference server that belong to one request: its content, its size. No other status does."""
+BUSY = frozenset({502, 503, 504, 529})
+"""With these it says that it is overloaded or not ready: they are no sign that it is dead."""
+
+# Until an endpoint answers for the first time; until a server of ours is ready, which is found ready at most a fifth
+# later than it was; after a start that failed, whose resources (GPU memory, above all) take a moment to become free;
+# before a server that died is restarted.
+ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
+READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
+RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
+RESTART = RetryPolicy(first=1.0, longest=60.0)
+
+# Input on S3, the hub and others. The libraries below retry for half a minute. A rank that ends gives its GPU back.
+READING = RetryPolicy(
+    retried=frozenset({408, 425, 429, 500, 502, 503, 504, *range(520, 525)}),
+    limited=frozenset({429}),
+    judge=_of_reading,
+    patience=600.0,
+    limited_patience=3600.0,
+    jitter=0.5,
+    longest_advice=3600.0,
+)
+
+# Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
+STORAGE = RetryPolicy(
+    retried=_ALL - {401, 403, 404, 405, 501},
+    patience=300.0,
+    first=0.5,
+    longest=20.0,
+    jitter=0.5,
+    longest_advice=300.0,
+)
+
+# Output on the Hugging Face hub; and what is asked of it before and after generation, when nothing else goes on.
+HUB = RetryPolicy(
+    retried=STORAGE.retried - {400, 410, 413, 422},
+    limited=frozenset({429}),
+    judge=_of_hub,
+    patience=3600.0,
+    jitter=0.7,
+    limited_first=60.0,
+    limited_longest=900.0,
+    longest_advice=6 * 3600.0,
+)
+HUB_LOOK = replace(HUB, patience=300.0)
+HUB_PROBE = replace(HUB, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
+
+# Uploads to a mirror, in upload intervals.
+MIRROR = RetryPolicy(first=1.0, longest=16.0)

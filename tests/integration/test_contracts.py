@@ -1,0 +1,433 @@
+"""What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings and flags, keys.
+
+    refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong, word by word
+    run.json        of a run whose settings hold secrets: it says which of them are hidden
+    names.json      settings of a YAML file, flags and exit codes of the commands, and the keys of each `--json`
+
+Who means to change something writes them anew, and reads the difference:
+
+    DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 -m "" tests/integration/test_contracts.py
+
+What old checkpoints and queued tasks rely on is in test_releases.py and test_queued_tasks.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, chdir, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+
+from datatrove_ckpt import InferenceRunner, __version__
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.parsers import make_parser
+from datatrove_ckpt.cli.schema import make_schema
+from datatrove_ckpt.errors import ServerRefused
+from datatrove_ckpt.preflight import probes
+from datatrove_ckpt.rollouts import PromptRollout
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
+from tests.jobs import Budget, documents, runner
+from tests.kept import content_of, edit
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+DATA = Path(__file__).parents[1] / "data"
+REFUSALS, NAMES = DATA / "contracts" / "refusals.txt", DATA / "contracts" / "names.json"
+IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
+TASKS = 2
+TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
+STEP = "--pipeline.1"
+_MACHINE = re.compile(r"^\w+ +\w+, (syncs|room|space|file system|open files|locks|SQLite):")
+"""What the doctor says of this machine."""
+Change = Callable[[Path], object]
+
+
+def rank(number: int, name: str) -> Callable[[Path], Path]:
+    return lambda job: job / "checkpoints" / f"{number:05d}" / name
+
+
+def only(folder: str, pattern: str = "*") -> Callable[[Path], Path]:
+    return lambda job: min((job / folder).glob(pattern))
+
+
+def cut(path: Callable[[Path], Path], size: int = -10) -> Change:
+    return lambda job: path(job).write_bytes(path(job).read_bytes()[:size])
+
+
+def gone(path: Callable[[Path], Path]) -> Change:
+    return lambda job: shutil.rmtree(path(job)) if path(job).is_dir() else path(job).unlink()
+
+
+def add(name: str, text: str = "") -> Change:
+    def change(job: Path) -> None:
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        with (job / name).open("a") as file:
+            file.write(text)
+
+    return change
+
+
+def swap(path: Callable[[Path], Path], old: bytes, new: bytes) -> Change:
+    return lambda job: path(job).write_bytes(path(job).read_bytes().replace(old, new, 1))
+
+
+def folder(name: str) -> Callable[[Path], Path]:
+    return lambda job: job / name
+
+
+def moved(job: Path) -> None:
+    (job / "output").rename(job / "elsewhere")
+
+
+def no_documents(job: Path) -> None:
+    for path in (job / "input").iterdir():
+        path.write_text('{"content": "a"}')
+
+
+def locked(job: Path) -> Callable[[], None]:
+    file = rank(0, "lock")(job).open("r+")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file.close
+
+
+def datatroves(job: Path) -> None:
+    shutil.copytree(DATA / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
+
+
+def copied_over(job: Path) -> None:
+    shutil.copyfile(rank(0, "commits.jsonl")(job), rank(1, "commits.jsonl")(job))
+
+
+class Refusal:
+    """For the server: once it is asked to, it refuses the fourth document's request, when a chunk is committed."""
+
+    commits: Path | None = None
+
+    def __call__(self, payload: dict[str, Any], times: int) -> int | None:
+        if self.commits is None or not payload["messages"][-1]["content"].endswith(" d"):
+            return None
+        while not self.commits.exists() or not self.commits.read_bytes():
+            time.sleep(0.01)
+        return 403
+
+
+NEW, DONE, STOPPED = "new", "done", "stopped"
+SITUATIONS: dict[str, tuple[str, Change | None, tuple[str, ...]]] = {
+    "the input folder is missing": (NEW, gone(folder("input")), ()),
+    "no input file matches": (NEW, None, ("--pipeline.0.glob_pattern=*.csv",)),
+    "the input holds no documents": (NEW, no_documents, ()),
+    "an input file that is compressed is none": (NEW, add("input/2.jsonl.gz", "text"), ()),
+    "the output would be read": (NEW, None, (f"{STEP}.output_writer.output_folder=input",)),
+    "output_filename lacks rank": (NEW, None, (f"{STEP}.output_writer.output_filename=x_${{chunk_index}}.jsonl",)),
+    "output_filename lacks chunk_index": (NEW, None, (f"{STEP}.output_writer.output_filename=${{rank}}.jsonl",)),
+    "a setting that there is not": (NEW, None, (f"{STEP}.records_per_chunks=3",)),
+    "a setting of another type": (NEW, None, (f"{STEP}.records_per_chunk=many",)),
+    "a value that no server takes": (NEW, None, (f"{STEP}.config.default_generation_params={{temperature: hot}}",)),
+    "a rollout that there is not": (NEW, None, (f"{STEP}.rollout_fn=no_such_module.rollout",)),
+    "a prompt of a column that there is not": (NEW, None, (f"{STEP}.rollout_fn.prompt=Say {{metadata[title]}}",)),
+    "the key is not set": (NEW, None, (f"{STEP}.config.api_key_env=NO_SUCH_KEY",)),
+    "the server has another model": (NEW, None, (f"{STEP}.config.model_name_or_path=other",)),
+    "the address holds a secret": (NEW, None, (f"{STEP}.config.endpoint_url=http://127.0.0.1:9/v1?api_key=s3cr3t-s3cr3t",)),
+    "logging_dir is a file": (NEW, add("logs"), ()),
+    "checkpoints_local_dir is a file": (NEW, add("checkpoints"), ()),
+    "the output folder holds a file of the template": (NEW, add("output/00000_00000.jsonl", "{}\n"), ()),
+    "the checkpoints are datatrove's": (NEW, datatroves, ()),
+    "nothing is wrong": (DONE, None, ()),
+    "another prompt, done": (DONE, None, (f"{STEP}.rollout_fn.prompt=Tell {{text}}",)),
+    "another number of tasks": (DONE, None, ("--executor.tasks=3",)),
+    "another size of chunks": (DONE, None, (f"{STEP}.records_per_chunk=3",)),
+    "another output folder": (DONE, None, (f"{STEP}.output_writer.output_folder=elsewhere",)),
+    "an output file is missing": (DONE, gone(only("output")), ()),
+    "an output file is cut": (DONE, cut(only("output")), ()),
+    "an output file of no commit": (DONE, add("output/00001_00007.jsonl", "{}\n"), ()),
+    "an output file of a rank that there is not": (DONE, add("output/00005_00000.jsonl", "{}\n"), ()),
+    "the output folder was moved": (DONE, moved, ()),
+    "an input file is gone": (DONE, gone(only("input")), ()),
+    "an input file has grown": (DONE, add("input/0.jsonl", '\n{"text": "more", "id": "more"}'), ()),
+    "commits are gone": (DONE, gone(rank(0, "commits.jsonl")), ()),
+    "commits are cut": (DONE, cut(rank(0, "commits.jsonl"), -200), ()),
+    "a commit is altered": (DONE, swap(rank(0, "commits.jsonl"), b'"read":2', b'"read":1'), ()),
+    "commits of another rank": (DONE, copied_over, ()),
+    "run.json is gone": (DONE, gone(rank(0, "run.json")), ()),
+    "run.json is altered": (DONE, swap(rank(0, "run.json"), b'"fake"', b'"mine"'), ()),
+    "run.json is of a newer version": (
+        DONE, lambda job: edit(rank(0, "run.json")(job), format=999, written_by="7.1.0"), ()),
+    "job.json is cut": (DONE, cut(folder("checkpoints/job.json")), ()),
+    "the checkpoints are gone": (DONE, gone(folder("checkpoints")), ()),
+    "the checkpoints of a rank are gone": (DONE, gone(folder("checkpoints/00000")), ()),
+    "another prompt, stopped": (STOPPED, None, (f"{STEP}.rollout_fn.prompt=Tell {{text}}",)),
+    "another model, stopped": (STOPPED, None, (f"{STEP}.config.model_name_or_path=other",)),
+    "a committed file is missing, stopped": (STOPPED, gone(only("output", "*.jsonl")), ()),
+    "a file of no commit, stopped": (STOPPED, add("output/00000_00009.jsonl", "{}\n"), ()),
+    "the journal is altered": (STOPPED, swap(only("checkpoints/00000", "chunk_*"), b"text", b"tixt"), ()),
+    "the cache is no database": (STOPPED, lambda job: rank(0, "replay.sqlite3")(job).write_bytes(b"no" * 3000), ()),
+    "the input has changed, stopped": (STOPPED, swap(only("input"), b'"a"', b'"another"'), ()),
+    "the rank runs": (STOPPED, locked, ()),
+}  # fmt: skip
+
+
+BY_DEFAULT = """no input file matches; the output would be read; the key is not set; the checkpoints are datatrove's;
+another prompt, done; an output file is missing; an output file of no commit; an input file has grown; commits are cut;
+run.json is gone; run.json is of a newer version; the checkpoints of a rank are gone; another prompt, stopped;
+a file of no commit, stopped; the rank runs""".replace("\n", " ").split("; ")
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[tuple[Path, FakeServer]]:
+    """The folder "job", and beside it what it holds in each state: run.json holds its path.
+
+    Sizes and messages hold its path, too, so that is equally long each time.
+    """
+    top, refusal = Path(tempfile.mkdtemp(prefix="refusals-", dir="/tmp")), Refusal()
+    job = top / "job"
+    with FakeServer(status=refusal) as server:
+        text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS)
+        for state in (NEW, DONE, STOPPED):
+            shutil.rmtree(job, ignore_errors=True)
+            job.mkdir()
+            write_job(job, text + "          records_per_chunk: 2\n", *TEXTS)
+            refusal.commits = rank(0, "commits.jsonl")(job) if state == STOPPED else None
+            DataFolder.clear_instance_cache()
+            with chdir(job):
+                assert state == NEW or main(["run", "job.yaml"]) == (state == STOPPED)
+            shutil.copytree(job, top / state)
+        refusal.commits = None
+        yield job, server
+    shutil.rmtree(top)
+
+
+def test_those_by_default_are_there() -> None:
+    assert set(BY_DEFAULT) <= SITUATIONS.keys() == read().keys()
+
+
+@pytest.mark.xdist_group("contracts")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in SITUATIONS]
+)
+def test_what_three_doors_say(
+    name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
+    state, change, overrides = SITUATIONS[name]
+    job, server = jobs
+    restore(job, state)
+    monkeypatch.chdir(job)
+    with ExitStack() as stack:
+        undo = change(job) if change is not None else None
+        if callable(undo):
+            stack.callback(undo)
+        found = ""
+        for door in ("verify", "doctor", "run"):
+            DataFolder.clear_instance_cache()
+            said = command(door, "job.yaml", *overrides, code=None)
+            found += f"--- {door}: exit code {said.code}\n{shown(door, said, job, server)}"
+    sections = read()
+    if IS_WRITTEN:
+        write({**sections, name: found})
+        return
+    assert found == sections.get(name, ""), name
+
+
+def restore(job: Path, state: str) -> None:
+    shutil.rmtree(job)
+    shutil.copytree(job.parent / state, job)
+    DataFolder.clear_instance_cache()
+
+
+def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
+    """What counts of it, without what differs from run to run."""
+    text = said.out + said.err
+    if door == "doctor" and said.out:
+        lines = said.out.splitlines(keepends=True)[:-1]
+        text = "".join(line for line in lines if not line.startswith("ok ") and not _MACHINE.search(line)) or "nothing"
+    if door == "run":
+        text = said.error if "error: " in said.err else said.out
+    for old, new in ((str(job), "JOB"), (server.url, "URL"), (socket.gethostname(), "HOST"), (__version__, "VERSION")):
+        text = text.replace(old, new)
+    return re.sub("probe-[0-9a-f]+", "probe", text).strip() + "\n"
+
+
+def read() -> dict[str, str]:
+    sections: dict[str, str] = {}
+    with suppress(FileNotFoundError):
+        for part in REFUSALS.read_text().split("=== ")[1:]:
+            name, _, text = part.partition("\n")
+            sections[name] = text.rstrip("\n") + "\n"
+    return sections
+
+
+def write(sections: dict[str, str]) -> None:
+    REFUSALS.write_text("\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections))
+
+
+# names ---------------------------------------------------------------------------------------------------------------
+
+
+def hold(what: str, found: Any) -> None:
+    """Holds what was found against names.json."""
+    names = json.loads(NAMES.read_bytes())
+    if IS_WRITTEN:
+        NAMES.write_text(json.dumps({**names, what: found}, indent=1) + "\n")
+    else:
+        assert found == names[what]
+
+
+def test_names_of_settings_in_a_yaml_file() -> None:
+    """Of our classes; others are datatrove's."""
+    found = {
+        name.rpartition(".")[2]: " ".join(sorted(one["properties"]))
+        for name, one in make_schema()["definitions"].items()
+        if name.startswith("datatrove_ckpt.")
+    }
+    hold("settings", found)
+
+
+def test_commands_and_their_flags() -> None:
+    (commands,) = [one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    hold("flags", {name: flags(one) for name, one in commands.choices.items()})
+
+
+def flags(command: argparse.ArgumentParser) -> str:
+    return " ".join(" ".join(one.option_strings) or str(one.metavar) for one in command._actions)
+
+
+DATATROVES = (
+    f"--executor.tasks=1 {STEP}.records_per_chunk=4 {STEP}.checkpoints_local_dir=ours --lacking-are-dropped "
+    f"{STEP}.output_writer.output_filename=${{rank}}_chunk_${{chunk_index}}.jsonl"
+)
+JSON = {
+    "status": (STOPPED, "status checkpoints --json"),
+    "verify": (STOPPED, "verify job.yaml --json"),
+    "doctor": (NEW, "doctor job.yaml --json"),
+    "plan": (NEW, "plan job.yaml --mtbf 6h --json"),
+    "migrate": (NEW, "migrate job.yaml --from checkpoints --dry-run --json " + DATATROVES),
+}
+BY_NAME = ("states", "errors", "dead_letters", "journals")
+"""Keys whose own keys are data."""
+
+
+@pytest.mark.xdist_group("contracts")
+@pytest.mark.parametrize("name", JSON)
+def test_keys_of_json(
+    name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
+    state, words = JSON[name]
+    restore(jobs[0], state)
+    monkeypatch.chdir(jobs[0])
+    if name == "verify":
+        only("output", "*.jsonl")(jobs[0]).unlink()
+    elif name == "migrate":
+        shutil.copytree(DATA / "datatrove_0_9_0", jobs[0], dirs_exist_ok=True)
+    found = json.loads(command(*words.split(), code=None).out)
+    hold(f"{name} --json", " ".join(sorted({one[1:] for one in keys(found)})))
+
+
+def keys(content: Any, path: str = "") -> Iterator[str]:
+    if isinstance(content, list):
+        for one in content:
+            yield from keys(one, f"{path}[]")
+    elif isinstance(content, dict):
+        for name, one in content.items():
+            inner = f"{path}.*" if path.rpartition(".")[2] in BY_NAME else f"{path}.{name}"
+            yield from (inner, *keys(one, inner))
+
+
+CODES = {
+    NEW: (
+        "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
+        "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
+        "report job.yaml -o -; relocate missing --output output; fork missing job.yaml; reshard job.yaml --tasks 3; "
+        "plan job.yaml; plan job.yaml --mtbf 6; migrate job.yaml --from missing; doctor missing.yaml; schema; "
+        "completion bash; completion dos; --version; --help"
+    ),
+    DONE: (
+        "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "
+        "verify checkpoints --full; repair job.yaml --dry-run; repair checkpoints; report checkpoints -o -; "
+        "relocate checkpoints --output output; relocate checkpoints --output input; fork checkpoints job.yaml; "
+        "fork checkpoints new --dry-run; reshard job.yaml --tasks 3; run job.yaml --retry-dead-letters"
+    ),
+    STOPPED: (
+        "status job.yaml; verify job.yaml; repair job.yaml --dry-run; report job.yaml -o -; "
+        "relocate checkpoints --output elsewhere; reshard job.yaml --tasks 3 --dry-run; reshard job.yaml --tasks 0; "
+        "fork checkpoints new --dry-run; status job.yaml --interval x; run job.yaml; verify checkpoints"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.xdist_group("contracts")
+@pytest.mark.parametrize("state", CODES)
+def test_exit_codes(
+    state: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore(jobs[0], state)
+    monkeypatch.chdir(jobs[0])
+    found = {}
+    for words in CODES[state].split("; "):
+        try:
+            found[words] = command(*words.split(), code=None).code
+        except SystemExit as exit:  # of argparse
+            found[words] = exit.code
+    hold(f"exit codes, {state}", found)
+
+
+# secrets in run.json -------------------------------------------------------------------------------------------------
+
+RUN = DATA / "contracts" / "run.json"
+HIDDEN = {
+    "api_key": "abcd1234",
+    "hf_token": "hf_abcdefghij0123456789",
+    "passphrase": "hunter2hunter2",
+    "extra_headers": {"Authorization": "Bearer abcdef0123456789xyz", "X-Org": "team-7-of-many"},
+    "callback": "https://me:pa55word@example.org/x",
+    "session_cookie": "q1w2e3r4t5y6",
+    "text_key": "b0dy-column",
+    "cookie_jar": "of-the-monster",
+    "keys_of_it": "only-by-its-name",
+    "note": "sk-abcdefghijkl0123456789",
+}
+SHOWN = {
+    "eos_token_text": "</s>",
+    "keyword": "short",
+    "variable_env": "NAME_OF_IT",
+    "monkey": "tree",
+}
+
+
+def test_run_json_with_secrets_is_continued_and_shows_none(tmp_path: Path, command: Command, log: list[str]) -> None:
+    """What is hidden is compared by its hash: a version that hides less would refuse the runs of this one."""
+    budget = Budget()
+    path = rank(0, "run.json")(tmp_path)
+    with FakeServer(status=budget) as server:
+
+        def step() -> InferenceRunner:
+            rollout = PromptRollout("Say {text}", generation_params=HIDDEN | SHOWN)
+            return runner(tmp_path, server, rollout, shared_context={"hf_token": HIDDEN["hf_token"], **SHOWN})
+
+        with pytest.raises(ServerRefused):
+            step().run(documents(4))
+        found = path.read_text()
+        content = content_of(path)
+        if IS_WRITTEN:
+            RUN.write_text(json.dumps({**content, "output_folder": "", "owner": {}}, indent=1) + "\n")
+        edit(path, **json.loads(RUN.read_bytes()) | {name: content[name] for name in ("output_folder", "owner")})
+        kept = path.read_text()
+        budget.left = 99
+        step().run(documents(4))
+    said = "".join([command("status", tmp_path / "checkpoints"), command("verify", tmp_path / "checkpoints"), *log])
+    said += "".join(file.read_text() for file in (tmp_path / "checkpoints").rglob("*.json"))
+    for secret in [*HIDDEN.values(), *HIDDEN["extra_headers"].values()]:  # type: ignore[attr-defined]
+        assert str(secret) not in found + kept + said
+    assert all(value in found for value in SHOWN.values())

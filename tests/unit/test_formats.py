@@ -1,0 +1,40 @@
+"""Formats of output files: what a writer has written is found by writer and by name, counted and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.cli.yaml_config import SHORT_NAMES
+from datatrove_ckpt.output.formats import FORMATS, Format, format_of, format_of_file, is_known
+from datatrove_ckpt.output.names import writer_name
+
+TEXTS = ["one", "two\nlines", "dreiß"]
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.suffix)
+def test_what_a_writer_has_written_is_counted_and_read(known: Format, tmp_path: Path) -> None:
+    writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=None)
+    with writer:
+        for index, text in enumerate(TEXTS):
+            writer.write(Document(text, str(index)))
+    assert is_known(writer_name(writer)), "verify does not count its rows"
+    assert format_of(writer) is format_of_file(f"a/name{known.suffix}") is known
+    assert known.writer.__name__ in SHORT_NAMES, "YAML files cannot name its writer"
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        assert known.count(file) == len(TEXTS)
+    with path.open("rb") as file:
+        rows = [row for row, _ in known.rows(file, {"id", "text"})]
+    assert [(row["id"], row["text"]) for row in rows if row] == [(str(index), text) for index, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("00000.jsonl.gz", ".jsonl"), ("a.jsonl/0.parquet", ".parquet"), ("a.jsonl/0.txt", None), ("ajsonl", None)],
+)
+def test_a_format_is_known_by_the_name_of_a_file(name: str, suffix: str | None) -> None:
+    found = format_of_file(name)
+    assert (None if found is None else found.suffix) == suffix

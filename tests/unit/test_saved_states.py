@@ -1,0 +1,90 @@
+"""This version continues the states that users keep beside their models: tests/data/contracts/states.json.
+
+Who means to change them writes them anew: DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 THIS_FILE
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove_ckpt.torch.deal import Round, Topology
+
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.torch import Mix, Pack, merge
+from datatrove_ckpt.torch.states import DatasetState, Slot
+from tests.stateful_rows import Rows
+
+STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"
+AFTER = 3
+
+
+def reader(folder: Path, **options: Any) -> JsonlReader:
+    return JsonlReader(str(folder / "input"), **options)
+
+
+def mix(folder: Path) -> Mix:
+    return Mix([Rows([f"{name}{i}" for i in range(8)], shuffles=True) for name in "ab"], [2, 1], 1, "drop")
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "JsonlReader": reader,
+    "JsonlReader, shuffled": lambda folder: reader(folder, shuffle_seed=1),
+    "Mix": mix,
+    "Pack": lambda folder: Pack(Rows([{"input_ids": np.arange(n)} for n in range(1, 9)]), 4),
+}
+
+
+def shown(sample: Any) -> Any:
+    return sample if isinstance(sample, str) else getattr(sample, "id", None) or sample["input_ids"].tolist()
+
+
+def kept(name: str, make: Callable[[], Any]) -> Any:
+    states = json.loads(STATES.read_bytes())
+    if "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ:
+        states[name] = make()
+        lines = [f"{json.dumps(each)}: {json.dumps(states[each])}" for each in states]
+        STATES.write_text("{{\n{}\n}}\n".format(",\n".join(lines)))
+    return states[name]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_saved_position_is_continued(name: str, tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    for number in range(2):
+        rows = [json.dumps({"text": "x", "id": f"{number}/{index}"}) + "\n" for index in range(5)]
+        (tmp_path / "input" / f"{number}.jsonl").write_text("".join(rows))
+
+    def samples(source: Any) -> Any:
+        return map(shown, source.run() if isinstance(source, JsonlReader) else iter(source))
+
+    def make() -> dict[str, Any]:
+        source = SOURCES[name](tmp_path)
+        read = samples(source)
+        list(itertools.islice(read, AFTER))
+        return {"state": source.state_dict(), "rest": list(read)}
+
+    then = kept(name, make)
+    source = SOURCES[name](tmp_path)
+    source.load_state_dict(then["state"])
+    assert list(samples(source)) == then["rest"] != []
+
+
+def test_states_of_all_ranks_become_the_same_one() -> None:
+    def make() -> dict[str, Any]:
+        order = {"shuffle_seed": 1, "window": [1000, None]}
+        files, done = {"rows": 100, "files": 2}, (Round(Topology(3, 2, 4), (4, 4, 4, 4, 0, 0)),)
+        slots = [Slot(rank, 2, worker, 1) for rank in range(2) for worker in range(1)]
+        states = [DatasetState(2, order, files, done, slot, 8, 1, 4, "drop").to_json() for slot in slots]
+        return {"states": states, "merged": merge(states)}
+
+    then = kept("ReaderDataset", make)
+    assert merge(then["states"]) == then["merged"]
+    for state in (*then["states"], then["merged"]):
+        assert DatasetState.from_json(state).to_json() == state

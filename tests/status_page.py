@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from datatrove_ckpt.maintenance.state_json import SCHEMA
+from datatrove_ckpt.maintenance.run_state import SCHEMA
 from tests.pages import ROOT
 
 PAGE = ROOT / "docs/status.md"

@@ -1,8 +1,8 @@
 """The checkpoint of one rank: local files that tell, after a crash at any instant, what is done.
 
 Everything that is written to a rank's folder, or recovered from it, is here. This room knows no HTTP, no event loop and
-no datatrove. Start reading at ``manager`` (how a checkpoint is opened), then ``open_checkpoint`` (what the event loop
-calls) and ``rank_files`` (what the storage thread does). ``layout`` has the names of the files.
+no datatrove. Start reading at ``open_checkpoint`` (how a checkpoint is opened, and what the event loop calls), then
+``rank_files`` (what the storage thread does) and ``ledger`` (what others read). ``layout`` has the names of the files.
 
 Recovery on one page:
 

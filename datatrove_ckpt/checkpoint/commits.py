@@ -1,7 +1,7 @@
 """CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people.
 
 So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
-and its documents would be paid for twice. ``completeness`` compares the log with what else is known of it.
+and its documents would be paid for twice. ``ledger`` compares the log with what else is known of it.
 
 Each line is synced before the next one is written, so a crash tears one line at most, which ``lines.may_be_torn``
 describes. Everything else at the end of the log is damage.
@@ -9,21 +9,34 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
-import os
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
 import orjson
+import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Took
 from datatrove_ckpt.checkpoint.layout import retry_number
-from datatrove_ckpt.checkpoint.lines import Json, Line, is_count, is_seconds, may_be_torn, scan_lines, seal
+from datatrove_ckpt.checkpoint.lines import (
+    BODY_AT,
+    Json,
+    Line,
+    is_count,
+    is_seconds,
+    last_lines,
+    may_be_torn,
+    scan_lines,
+    seal,
+    unseal,
+)
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.formatting import plural
@@ -163,6 +176,14 @@ class DocumentCounts:
 _numbers = attrgetter(*DocumentCounts.__slots__)
 
 
+def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
+    """The sum of several."""
+    total = DocumentCounts()
+    for each in counts:
+        total.add(each)
+    return total
+
+
 @dataclass(slots=True)
 class Commit:
     """One finished chunk.
@@ -291,6 +312,15 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         ) from error
 
 
+def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
+    """What the documents of a rank's commits are and took, and what the rank took until the last of them."""
+    work, seconds = WorkStats(), NO_SECONDS
+    for commit in commits:
+        work.add(commit.work)
+        seconds = seconds.or_later(commit.seconds)
+    return sum_counts(commit.counts for commit in commits), work, seconds
+
+
 def count_unbroken(commits: Iterable[int]) -> int:
     """The number of chunks 0, 1, 2, ... up to the first one without a commit."""
     found = set(commits)
@@ -306,12 +336,10 @@ def read_last_chunk(path: Path) -> int | None:
     Raises:
         StorageFailed: it cannot be read.
     """
-    try:
-        with explained("read", path):
-            text = path.read_bytes() if path.exists() else b""
-        return int(text) if text.strip().isdigit() and len(text) < 20 else None
-    except FileNotFoundError:
-        return None
+    text = b""
+    with explained("read", path), suppress(FileNotFoundError):
+        text = path.read_bytes()
+    return int(text) if text.strip().isdigit() and len(text) < 20 else None
 
 
 class CommitLog:
@@ -330,19 +358,12 @@ class CommitLog:
             files.disk.truncate(path, size)
         self._file = files.AppendFile(path)
         self._file.sync()
-        self._stamp = _stamp(path)
 
     def append(self, commit: Commit) -> None:
         """Appends and syncs the line. Once this returns, the chunk is done and survives power loss."""
         self._file.append(seal(commit.to_json()))
         self._file.sync()
-        self._stamp = _stamp(self._file.path)
         self.commits[commit.chunk_index] = commit
-
-    def read(self, path: Path) -> dict[int, Commit]:
-        """``read_commits``, which reads its own file only if another process has changed it. Any thread may call it."""
-        is_own = path == self._file.path and _stamp(path) == self._stamp
-        return dict(self.commits) if is_own else read_commits(path)
 
     @property
     def size(self) -> int:
@@ -354,10 +375,126 @@ class CommitLog:
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes with the file; None if it is missing. A network file system may cache it until a file is opened."""
-    if not path.exists():
+# sums -----------------------------------------------------------------------------------------------------------------
+
+# The sums over a rank's commits and journals, ten times as fast as reading each line, for ``status`` of many ranks.
+#
+# Each line's checksum is compared, and the numbers at its start are read. Who gets None reads again in the slow way,
+# and learns what is wrong.
+
+
+_COUNTS = tuple(DocumentCounts.__dataclass_fields__)[:7]  # without how answers ended, which is in "work"
+_ENDS = b'"%s":' % ENDS.encode()
+_LETTERS = b',"dead_letters_size":'
+_FILE = b'"xxh128":"'  # quotes in a name are escaped
+_DOCUMENT = re.compile(
+    rb'\{"xxh":"[0-9a-f]{16}","ordinal":([0-9]+),"outcome":"(written|dropped|dead)","input":"[^"\\]*",'
+    rb'"requests":([0-9]{1,18}),"prompt_tokens":([0-9]{1,18}),"completion_tokens":([0-9]{1,18})'
+    rb'(?:,"ends":\[([0-9]{1,18}),([0-9]{1,18}),([0-9]{1,18})\])?[,}]'
+)
+
+
+@dataclass(slots=True)
+class CommitSums:
+    """The sums of a rank's commits.
+
+    Attributes:
+        indices: the chunks that are committed.
+        files: number of their output files.
+        unbroken: number of chunks from 0 on up to the first one without a commit.
+        seconds: what the rank took until the last commit.
+        at: Unix seconds of the last commit, if its line says it.
+    """
+
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    indices: Collection[int] = ()
+    files: int = 0
+    unbroken: int = 0
+    seconds: float = 0.0
+    at: float | None = None
+
+    @classmethod
+    def of(cls, commits: Collection[Commit]) -> CommitSums:
+        """The sums of these commits, in the order in which they were written."""
+        sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
+        for commit in commits:
+            sums.counts.add(commit.counts)
+            sums.files += len(commit.files)
+            sums.seconds, sums.at = commit.seconds.total, commit.at or None
+        sums.unbroken = count_unbroken(sums.indices)
+        return sums
+
+
+def sum_commits(path: Path | str) -> CommitSums | None:
+    """Sums up a ``commits.jsonl``. A missing file has no commits. None: some line needs a closer look.
+
+    Raises:
+        StorageFailed: the file cannot be read.
+    """
+    lines = last_lines(path)
+    try:
+        return _sum(lines)
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    with explained("look at", path), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _sum(lines: list[bytes]) -> CommitSums | None:
+    """The start of each line is parsed, up to the end of its counts: the rest of it takes most of the time."""
+    if not lines:
+        return CommitSums()
+    heads, letters = [], 0
+    for line in lines:
+        size = _letters(line)
+        if not _is_whole(line) or size < letters:  # not in the order in which they were written
+            return None
+        heads.append(line[BODY_AT : line.index(b"}", BODY_AT)])
+        letters = size
+    commits = orjson.loads(b"[{" + b"}},{".join(heads) + b"}}]")
+    tallies, indices = [commit["tally"] for commit in commits], [commit["chunk_index"] for commit in commits]
+    if set(map(tuple, tallies)) != {_COUNTS}:
+        return None
+    numbers = list(map(sum, zip(*(tally.values() for tally in tallies), strict=True)))
+    numbers += map(sum, zip(*orjson.loads(b"[%s]" % b",".join(map(_ends, lines))), strict=True))
+    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(line.count(_FILE) for line in lines))
+    if len(sums.indices) != len(lines) or not all(map(is_count, [*numbers, min(indices), sum(indices)])):
+        return None
+    sums.unbroken = count_unbroken(sums.indices)
+    last = orjson.loads(unseal(lines[-1]) or b"")
+    seconds, at = last.get("seconds", (0.0, 0.0)), last.get("at")
+    sums.seconds, sums.at = float(seconds[1]), float(at) if is_seconds(at) and at else None
+    return sums
+
+
+def _letters(line: bytes) -> int:
+    """The commit's ``dead_letters_size``. Only fields of ours come after it."""
+    at = line.rindex(_LETTERS) + len(_LETTERS)
+    return int(line[at : line.index(b",", at)])
+
+
+def _ends(line: bytes) -> bytes:
+    """How many answers there are, were cut off and are empty; zeros if an earlier release made the commit."""
+    at = line.rfind(_ENDS, line.rindex(_LETTERS)) + len(_ENDS)
+    return line[at : line.index(b"]", at) + 1] if at >= len(_ENDS) else b"[0,0,0]"
+
+
+def _is_whole(line: bytes) -> bool:
+    """As ``unseal``, without a copy of the line."""
+    return line[:BODY_AT] == b'{"xxh":"%s",' % xxhash.xxh3_64_hexdigest(memoryview(line)[BODY_AT:-1]).encode()
+
+
+def sum_journal(path: Path | str) -> DocumentCounts | None:
+    """Sums up a journal. A missing file has no documents. None: some line needs a closer look.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    counts, known = DocumentCounts(), set[bytes]()
+    for line in last_lines(path):
+        head = _DOCUMENT.match(line)
+        if head is None or not _is_whole(line):
+            return None
+        ordinal, outcome, *numbers = head.groups()
+        if ordinal not in known:  # a process that was fenced off may have finished it, too
+            known.add(ordinal)
+            counts.count(outcome.decode(), *(int(number or 0) for number in numbers))
+    return counts

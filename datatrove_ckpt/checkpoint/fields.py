@@ -48,7 +48,7 @@ def fields_without_secrets(fields: Json) -> Json:
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: Any, found: Collection[str] | None = None) -> Any:
+def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
     is_users = name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
     return without_secrets(name, value, found) if is_users else value
 

@@ -22,7 +22,7 @@ MIGRATE = "datatrove-ckpt migrate CONFIG --from"
 """The command that takes over a run of datatrove's own runner, up to its argument."""
 
 
-def check_not_headless(folder: Path) -> None:
+def refuse_missing_run_json(folder: Path) -> None:
     """Checks that a folder without ``run.json`` holds no other part of a checkpoint, nor one of datatrove's runner.
 
     Raises:

@@ -12,20 +12,28 @@ and so does a year. If starts and ends alone are too many, the oldest lines go.
 from __future__ import annotations
 
 import os
+import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.history_records import (
+    End,
     InputPosition,
     Progress,
     Record,
+    ServerEvent,
     Spread,
+    Start,
     WorkCounts,
     is_progress_line,
     parse_line,
 )
+from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
@@ -162,3 +170,220 @@ def _newest(lines: Sequence[bytes], most: int) -> list[bytes]:
         start -= 1
         size += len(lines[start])
     return list(lines[start:])
+
+
+# recent history -------------------------------------------------------------------------------------------------------
+
+# What ``status`` needs of a rank's history: every event, and of the minute lines only the few that matter now.
+#
+# A minute line takes longer to parse than all else that is read of a rank, so the others are left alone.
+
+
+RATE_SECONDS = 300.0
+"""Rates are those of so many last seconds, at least."""
+STUCK_SECONDS = 600.0
+"""A rank in which nothing is finished for so long is stuck."""
+_MAX_BYTES = 1 << 19
+_PROGRESS, *_EVENTS_LIST = (b'"k":"%s"' % kind.KIND.encode() for kind in (Progress, Start, End, ServerEvent))
+_EVENTS = tuple(_EVENTS_LIST)
+_HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
+
+
+@dataclass(slots=True)
+class AttemptSummary:
+    """One start of a rank until its end. The rank's history has the whole of it.
+
+    Attributes:
+        number: from 1.
+        started, last_seen: times of its first and last line.
+        ended: time of its end line; None: it still runs, or ended without a word.
+        why: "done", "stopped", "error", or "" if there is no end line.
+        what: what stopped it, or the error.
+        without_a_word: it ended, and no line says so.
+        in_flight: requests in flight at its last line.
+        documents: done at its last line, over all attempts; None: it has no such line.
+        own: of these, those that this attempt finished.
+    """
+
+    number: int
+    started: float
+    last_seen: float
+    ended: float | None = None
+    why: str = ""
+    what: str = ""
+    host: str = ""
+    pid: int | None = None
+    slurm_job: str | None = None
+    version: str = ""
+    without_a_word: bool = False
+    in_flight: int = 0
+    documents: int | None = None
+    own: int = 0
+
+
+@dataclass(slots=True)
+class Rates:
+    """Per second."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+    """In the input's unit."""
+
+    def add(self, other: Rates, factor: float = 1.0) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
+
+
+@dataclass(slots=True)
+class RecentHistory:
+    """The attempts of a rank, and its last minutes.
+
+    Attributes:
+        last: the newest progress line; None if there is none.
+        window: minutes of the newest attempt, the last one among them, in their order; none if it has ended.
+        since: the line since which nothing was finished in the newest attempt; None if something was lately.
+        servers: what happened to servers in the newest attempt.
+        last_at: time of the newest line.
+    """
+
+    attempts: list[AttemptSummary] = field(default_factory=list)
+    last: Progress | None = None
+    window: list[Progress] = field(default_factory=list)
+    since: Progress | None = None
+    servers: list[ServerEvent] = field(default_factory=list)
+    last_at: float | None = None
+
+    def before(self, seconds: float) -> Progress | None:
+        """The newest line that is so much older than the last one; the first of the attempt, if it is younger."""
+        if len(self.window) < 2:
+            return None
+        last = self.window[-1]
+        return next((line for line in reversed(self.window) if last.at - line.at >= seconds - 1), self.window[0])
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing was finished in the newest attempt for ``STUCK_SECONDS``."""
+        then = self.before(STUCK_SECONDS)
+        return (
+            then is not None and self.window[-1].at - then.at >= STUCK_SECONDS - 1 and _is_level(then, self.window[-1])
+        )
+
+    def rates(self) -> Rates:
+        """Of the last minutes of the newest attempt."""
+        then, last = self.before(RATE_SECONDS), self.window[-1] if self.window else None
+        if then is None or last is None or last.at <= then.at:
+            return Rates()
+        seconds = last.at - then.at
+        return Rates(
+            documents=max(0, last.own.documents - then.own.documents) / seconds,
+            requests=max(0, last.own.requests - then.own.requests) / seconds,
+            prompt_tokens=max(0, last.own.prompt_tokens - then.own.prompt_tokens) / seconds,
+            completion_tokens=max(0, last.own.completion_tokens - then.own.completion_tokens) / seconds,
+            input=max(0, last.position.done - then.position.done) / seconds,
+        )
+
+
+def read_recent(path: str) -> RecentHistory:
+    """Reads a ``history.jsonl``. A missing file has no attempts.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    return _summarise(last_lines(path, _MAX_BYTES))
+
+
+def _summarise(lines: list[bytes]) -> RecentHistory:
+    found, attempts = RecentHistory(), dict[int, AttemptSummary]()
+    newest, minute = 0, b""
+    for line in lines:
+        if line.startswith(_PROGRESS, BODY_AT):
+            minute = line
+            continue
+        if not line.startswith(_EVENTS, BODY_AT) or (record := parse_line(line)) is None:
+            continue
+        if isinstance(record, Start) and minute:
+            _count(found, attempts, parse_line(minute))  # the last one of the attempt before
+        _count(found, attempts, record)
+        if record.attempt > newest:
+            newest, found.servers = record.attempt, []
+        if isinstance(record, ServerEvent):
+            found.servers.append(record)
+    _count(found, attempts, parse_line(minute))
+    found.attempts = [attempts[number] for number in sorted(attempts)]
+    found.last_at = max((attempt.last_seen for attempt in found.attempts), default=None)
+    if found.attempts and found.attempts[-1].ended is None:  # how fast one was that has ended, its last line says
+        found.window = _window(lines, max(attempts))
+    if found.is_stuck:
+        found.since = _standstill(lines, found.window[-1], max(attempts))
+    return found
+
+
+def _standstill(lines: list[bytes], last: Progress, attempt: int) -> Progress | None:
+    """The first line of the newest attempt with the numbers of its last one. They never fall: few lines are parsed."""
+    heads = ((line, _HEAD.match(line, BODY_AT)) for line in lines)
+    own = [line for line, head in heads if head is not None and int(head[2]) == attempt]
+
+    def is_level(line: bytes) -> bool:
+        minute = parse_line(line)
+        return isinstance(minute, Progress) and _is_level(minute, last)
+
+    first = own[bisect_left(own, True, key=is_level) :][:1]
+    record = parse_line(first[0]) if first else None
+    return record if isinstance(record, Progress) else None
+
+
+def _count(found: RecentHistory, attempts: dict[int, AttemptSummary], record: Record | None) -> None:
+    """Adds what a line says of its attempt."""
+    if record is None:
+        return
+    attempt = attempts.get(record.attempt)
+    if attempt is None:
+        attempt = attempts[record.attempt] = AttemptSummary(record.attempt, record.at, record.at)
+    attempt.last_seen = max(attempt.last_seen, record.at)
+    if isinstance(record, Start):
+        attempt.host, attempt.pid, attempt.slurm_job = record.host, record.pid, record.job
+        attempt.version, attempt.started = record.version, min(attempt.started, record.at)
+    elif isinstance(record, End):
+        attempt.ended, attempt.why, attempt.what = record.at, record.why, record.what
+    elif isinstance(record, Progress):
+        attempt.in_flight = record.in_flight
+        attempt.documents, attempt.own = record.documents.read, record.own.documents
+        found.last = record
+
+
+def _is_level(one: Progress, other: Progress) -> bool:
+    """Whether no document was finished and no request answered between the two."""
+    return (one.own.documents, one.own.requests) == (other.own.documents, other.own.requests)
+
+
+def _window(lines: list[bytes], attempt: int) -> list[Progress]:
+    """Of the newest attempt: the last minute line, those as old as the two periods, and the first one if it is younger.
+
+    Only these are parsed. Of the others, the time is read.
+    """
+    near: list[tuple[float, bytes]] = []  # age and line, from the last one back
+    last = 0.0
+    for line in reversed(lines):
+        if (head := _HEAD.match(line, BODY_AT)) is None:
+            continue
+        if int(head[2]) != attempt:
+            break
+        last = last or float(head[1])
+        near.append((last - float(head[1]), line))
+        if near[-1][0] >= STUCK_SECONDS - 1:
+            break
+    rate = next((index for index, (age, _) in enumerate(near) if age >= RATE_SECONDS - 1), 0)
+    chosen = [near[index][1] for index in sorted({0, rate, len(near) - 1} & {*range(len(near))}, reverse=True)]
+    return [record for line in chosen if isinstance(record := parse_line(line), Progress)]
+
+
+def downtime(attempts: list[AttemptSummary]) -> float:
+    """Seconds between an attempt that was cut short and the next one."""
+    return sum(
+        max(0.0, after.started - (before.ended or before.last_seen))
+        for before, after in pairwise(attempts)
+        if before.why != "done"
+    )

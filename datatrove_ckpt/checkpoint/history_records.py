@@ -28,7 +28,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal, whole_lines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died or was given up; is
@@ -366,7 +366,7 @@ def parse_history(data: bytes) -> tuple[list[Record], int]:
 
     A torn last line is left out, and so are whole ones that are not known here.
     """
-    lines = [line + b"\n" for line in data.split(b"\n")[:-1]]
+    lines = whole_lines(data)
     found = [parse_line(line) for line in lines]
     damaged = sum(record is None and unseal(line) is None for line, record in zip(lines, found, strict=True))
     return [record for record in found if record is not None], damaged

@@ -35,7 +35,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
-from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.lines import Json, is_count
@@ -185,7 +185,7 @@ class RunClaim:
             self._accepted = old.pop("accepted_changes", [])
             self._accepted += _accept(folder, changes, identity, accept_changes, self.is_first)
         else:
-            check_not_headless(folder)
+            refuse_missing_run_json(folder)
 
     def take(self, commits: int = 0, attempts: int = 1) -> Fence:
         """Writes ``run.json``. A process that owned the rank before notices this before its next write.

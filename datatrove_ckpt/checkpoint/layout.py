@@ -96,13 +96,18 @@ def is_datatroves(last_chunk: Path) -> bool:
 
 def journal_path(folder: Path, chunk_index: int) -> Path:
     """The journal of a chunk in a rank's folder."""
-    return folder / f"chunk_{chunk_index:05d}.jsonl"
+    return folder / journal_name(chunk_index)
+
+
+def journal_name(chunk_index: int) -> str:
+    """Its name."""
+    return f"chunk_{chunk_index:05d}.jsonl"
 
 
 def is_journal(name: str) -> bool:
     """Whether a run could have given a journal this name."""
     match = _JOURNAL.fullmatch(name)
-    return match is not None and name == journal_path(Path(), int(match[1])).name
+    return match is not None and name == journal_name(int(match[1]))
 
 
 def journal_indices(folder: Path) -> list[int]:

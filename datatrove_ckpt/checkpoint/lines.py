@@ -11,6 +11,7 @@ reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than `
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,6 +94,30 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
             body = unseal(raw)
             yield number, raw, None if body is None else Line(offset, len(raw), body)
             offset += len(raw)
+
+
+def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
+    """The lines of a file in their order, unparsed, without a torn one at the end. A missing file has none.
+
+    Args:
+        most: read so many bytes at the end of it; None: all.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    data = b""
+    with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
+        if most is not None and (size := os.fstat(file.fileno()).st_size) > most:
+            file.seek(size - most)
+            file.readline()
+        data = file.read()
+    return whole_lines(data)
+
+
+def whole_lines(data: bytes) -> list[bytes]:
+    """The lines, each with its line break, without a torn one at the end."""
+    lines = data.splitlines(keepends=True)
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 def is_seconds(value: object) -> bool:

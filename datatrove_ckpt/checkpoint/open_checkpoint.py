@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,17 +24,40 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.dealt_out import count_reshards
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, make_interval
+from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
+from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    CACHE_LOGS,
+    COMMITS,
+    HISTORY,
+    KEPT_ANSWERS,
+    LOCK,
+    STAGING,
+    check_files,
+    is_finished,
+    journal_indices,
+    journal_path,
+    last_chunk_file,
+    rank_folder,
+    retry_number,
+)
+from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
-from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
+from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -52,17 +77,7 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        lock: files.Lock,
-        fence: Fence,
-        rank_files: RankFiles,
-        point: ResumePoint,
-        records_per_chunk: int,
-        write_chunk: WriteChunk,
-        placement: Placement,
-        mirror: Mirror,
-        shutdown: Shutdown,
+        self, settings: CheckpointManager, lock: files.Lock, fence: Fence, rank_files: RankFiles, point: ResumePoint
     ) -> None:
         self.resumed = point
         self.error: BaseException | None = None
@@ -73,17 +88,19 @@ class OpenCheckpoint:
         """Called by ``close``, before it waits for the publication that is under way."""
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         """Called by ``close``, once nothing more is committed: the end of the attempt, for the history."""
-        self._folder = folder
+        self._folder = folder = settings.folder
         self._lock = lock
         self._files = rank_files  # used in the storage thread only, but for its two counters
-        self._chunks = ChunkTracker(folder, records_per_chunk, point, self._publish)
+        self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
-        self._publisher = Publisher(write_chunk, placement, fence, self._commit, self.fail, shutdown)
-        self._placement = placement
+        self._placement = settings.placement
+        self._publisher = Publisher(
+            settings.write_chunk, self._placement, fence, self._commit, self.fail, settings.shutdown
+        )
         self._room = DiskRoom(folder)
-        self._mirror = mirror
+        self._mirror = settings.mirror or NoMirror()
         self._complete = 0
-        self._records_per_chunk = records_per_chunk
+        self._records_per_chunk = settings.records_per_chunk
         self._admitted = self._finished = self._finished_bytes = 0
         self._closing = threading.Lock()
         self._closed = False
@@ -187,8 +204,12 @@ class OpenCheckpoint:
         return self._files.counts
 
     def read_commits(self, path: Path) -> dict[int, Commit]:
-        """``read_commits`` for this rank: without a look into its own file, as long as nothing else has changed it."""
-        return self._files.log.read(path)
+        """``read_commits``, without a look into the rank's own file: only where there are no locks, others write to it.
+
+        Any thread may call it.
+        """
+        is_known = path == self._folder / COMMITS and self.has_locks
+        return dict(self._files.log.commits) if is_known else read_commits(path)
 
     @property
     def work(self) -> WorkStats:
@@ -276,3 +297,144 @@ class OpenCheckpoint:
 
     def _commit(self, published: PublishedChunk) -> None:
         self._storage.call(partial(self._files.commit, published))
+
+
+# how it is opened -----------------------------------------------------------------------------------------------------
+
+# CheckpointManager: the settings of one rank's checkpoint, and how it is opened.
+#
+# Opening takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
+# this order. Whatever fails on the way is undone, so a refused process leaves the rank to its owner, and a finished
+# rank finished.
+
+
+@dataclass
+class CheckpointManager:
+    """The checkpoint of one rank, not open yet: settings only.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        identity: what makes two runs the same run, as plain JSON.
+        write_chunk: steps 2 and 3 of a commit, called in the publisher thread.
+        placement: puts the files that were written in place, if ``write_chunk`` does not do that itself.
+        sync_seconds: how many seconds of answers a power loss may cost.
+        retry_errors: forget cached permanent errors.
+        keep_answers: write the answers of committed documents to a file, instead of deleting them.
+        accept_changes: continue with another identity, and record that.
+        mirror: keeps a copy elsewhere.
+        before_first: called before the rank's very first start; an error of it refuses the rank.
+        shutdown: how long to wait for a publication at the end; None: until it is done.
+    """
+
+    root: Path
+    rank: int
+    records_per_chunk: int
+    identity: RunIdentity
+    write_chunk: WriteChunk
+    placement: Placement = field(default_factory=Placement)
+    sync_seconds: SecondsOrAuto = 1.0
+    retry_errors: bool = False
+    keep_answers: bool = False
+    accept_changes: bool = False
+    mirror: Mirror | None = None
+    before_first: Callable[[], None] = lambda: None
+    shutdown: Shutdown = field(default_factory=Shutdown)
+
+    @property
+    def folder(self) -> Path:
+        return rank_folder(self.root, self.rank)
+
+    @property
+    def _last_chunk(self) -> Path:
+        return last_chunk_file(self.root, self.rank)
+
+    def open(self) -> OpenCheckpoint:
+        """Takes the lock, checks the identity, recovers, and starts the threads.
+
+        Raises:
+            CheckpointError: locked, made by another run, damaged, or refused by the disk.
+        """
+        folder = self.folder
+        check_files(folder, self._last_chunk)
+        is_new = not folder.exists()
+        files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
+        files.disk.make_dirs(self._last_chunk.parent)
+        finished, unlocked = is_finished(folder), not (folder / LOCK).exists()
+        lock = files.Lock(folder / LOCK)
+        with ExitStack() as undo:
+            # A run that is refused leaves a finished rank finished, and no folder where there was none.
+            refused = undo.enter_context(ExitStack())
+            if is_new:
+                refused.callback(files.disk.remove_dir, folder)
+            refused.callback(lock.release, remove=unlocked)
+            refuse_half_resharded(self.root)
+            claim = RunClaim(folder, self.identity, self.accept_changes, self._reshards())
+            # Before anything is changed: an earlier owner's commits may be lost.
+            scanned = None if claim.is_first else scan_complete_commits(folder, finished)
+            if claim.is_first:
+                self.before_first()
+            with self._joined():
+                refused.pop_all()
+                undo.callback(lock.release)
+                interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
+                fence, cache = self._take_over(lock, claim, len(scanned[0]) if scanned else 0, undo)
+            log = CommitLog(folder / COMMITS, scanned if lock.works else None)
+            if self.retry_errors:
+                cache.forget_errors()
+            point = recover(folder, self._last_chunk, log, cache, self.records_per_chunk)
+            point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
+            interval = make_interval(self.sync_seconds, SYNC_TUNING)
+            rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
+            rank_files.start_history()
+            undo.pop_all()
+        checkpoint = OpenCheckpoint(self, lock, fence, rank_files, point)
+        checkpoint.start()
+        return checkpoint
+
+    def _reshards(self) -> int:
+        """How many times the input was dealt out anew. The dead letters that a retry reads are no part of it."""
+        if retry_number(self.root.name) is not None:
+            return 0
+        return count_reshards(self.root, self.rank, self.identity.fields.get("tasks"))
+
+    def _joined(self) -> AbstractContextManager[None]:
+        """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""
+        if retry_number(self.root.name) is not None:
+            return nullcontext()
+        return join_job(self.root, self.rank, self.identity, self.accept_changes)
+
+    def _take_over(
+        self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
+    ) -> tuple[Fence, RequestCache]:
+        """Makes this process the rank's owner, and opens the request cache."""
+        if claim.is_first and self._last_chunk.exists():
+            # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
+            files.disk.remove(self._last_chunk)
+            files.disk.sync_dir(self._last_chunk.parent)
+        if lock.works and (claim.forked is not None or not claim.is_first):
+            # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
+            cache = self._open_cache(undo, claim.is_first)
+            if self.placement.is_later:
+                # On a full disk run.json needs their room. They are made again from the journals, which stay.
+                files.disk.remove_tree(self.folder / STAGING)
+            return claim.take(commits), cache
+        fence = claim.take(commits)
+        if not lock.works:
+            self._detach()
+        return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
+
+    def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
+        cache = RequestCache(self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None)
+        undo.callback(cache.close)
+        if is_fork:  # its answers came from a run whose chunks may have had another size
+            cache.renumber(self.records_per_chunk)
+        return cache
+
+    def _detach(self) -> None:
+        """Without locks, an earlier owner may still have these files open, until it checks the fence."""
+        for chunk_index in journal_indices(self.folder):
+            files.disk.detach(journal_path(self.folder, chunk_index))
+        for suffix in ("", *CACHE_LOGS):
+            files.disk.detach(self.folder / (CACHE + suffix))
+        files.disk.detach(self.folder / COMMITS)
+        files.disk.detach(self.folder / HISTORY)

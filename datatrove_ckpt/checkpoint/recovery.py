@@ -28,7 +28,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk
+from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
 from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path
@@ -141,11 +141,9 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.next_ordinal = commit.next_ordinal
         point.position = commit.position
         point.milestones[commit.next_ordinal - 1] = commit.last_input
+    point.counts, point.work, point.seconds = sum_work(log.commits.values())
+    point.finished.add(point.counts)
     for commit in log.commits.values():
-        point.counts.add(commit.counts)
-        point.finished.add(commit.counts)
-        point.work.add(commit.work)
-        point.seconds = point.seconds.or_later(commit.seconds)
         point.dead_letters_size = commit.dead_letters_size
         if commit.chunk_index >= point.next_chunk:
             point.done[commit.chunk_index] = commit

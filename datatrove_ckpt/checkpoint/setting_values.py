@@ -17,7 +17,7 @@ _ORDERED = ("response_format", "structured_outputs", "schema")
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
 
-def comparable(name: str, value: Any) -> bytes:
+def comparable(name: str, value: object) -> bytes:
     """The same bytes for two values of this setting that are the same.
 
     Args:
@@ -26,7 +26,7 @@ def comparable(name: str, value: Any) -> bytes:
     return orjson.dumps(_plain(name, value))
 
 
-def same_value(name: str, old: Any, new: Any) -> bool:
+def same_value(name: str, old: object, new: object) -> bool:
     """Whether two values of this setting are the same. Earlier releases kept a writer without its module."""
     if name == "output_writer" and not ("." in str(old) and "." in str(new)):
         old, new = (str(value).rpartition(".")[2] for value in (old, new))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import shlex
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,25 +22,22 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.main import fail
-from datatrove_ckpt.cli.os_errors import explain
-from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.quiet_errors import QuietErrors
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, UnexpectedExit
+from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.run_state import RunState
-from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
-from datatrove_ckpt.process.task_errors import own_error, say_errors_later
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
@@ -190,6 +189,58 @@ def _retry_dead_letters(plan: RunPlan) -> None:
         runner.step.retry_dead_letters = True
 
 
+# errors of the system -------------------------------------------------------------------------------------------------
+
+# Those outside checkpoints and output: what happened, where, and what to do. They come from ``logging_dir`` above all:
+# datatrove writes it, and an error of a full disk names no file.
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL_BYTES = 1 << 20  # less free space than this counts as none
+
+
+def explain(error: OSError, plan: RunPlan) -> Exception:
+    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
+    folders = dict(_local_folders(plan))
+    if error.errno in _FULL:
+        return StorageFailed(
+            f"{error.strerror}: {error.filename or _which(folders)}. Free some space and run the same command again; "
+            "everything saved so far is kept."
+        )
+    if error.errno not in _CLOSED or not isinstance(error.filename, str):
+        return error
+    path = Path(error.filename).absolute()
+    setting = next((name for name, folder in folders.items() if path.is_relative_to(folder)), None)
+    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
+        return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
+    where = f" (in {setting})" if setting else ""
+    other = f", or choose another {setting}," if setting else ""
+    return StorageFailed(
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
+        "run the same command again; everything saved so far is kept."
+    )
+
+
+def _local_folders(plan: RunPlan) -> Iterator[tuple[str, Path]]:
+    if plan.logging_dir.is_local():
+        yield "logging_dir", Path(plan.logging_dir.resolve_paths(""))
+    yield from (("checkpoints_local_dir", root) for _, root in plan.kept)
+    yield "TMPDIR", Path(tempfile.gettempdir())
+
+
+def _which(folders: dict[str, Path]) -> str:
+    """The folders that are full; all of them if that cannot be seen, as with quotas."""
+    full = {name: folder for name, folder in folders.items() if _is_full(folder)}
+    return " or ".join(f"{name} {folder}" for name, folder in (full or folders).items())
+
+
+def _is_full(folder: Path) -> bool:
+    found = os.statvfs(existing_part(folder))
+    return found.f_bavail * found.f_frsize < _FULL_BYTES or (found.f_files > 0 and found.f_favail == 0)
+
+
+# signals --------------------------------------------------------------------------------------------------------------
+
 # What the command does on a signal: it lets every rank save what it has, and ends with one line.
 #
 # ``process/preemption.py`` handles signals in a rank, ``process/workers.py`` in the process that waits for workers.
@@ -263,12 +314,11 @@ def _end_children() -> None:
 def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked."""
     root = runner.step.checkpoints_root
-    state = read_run_state(Place(str(root), root, str(root)))
-    counts = _counts(state, root)
-    skipped = SkippedLines()
-    for rank in rank_numbers(root):
-        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
-        skipped += record.skipped if record else SkippedLines()
+    job = checked.jobs[root]
+    if not job.ranks:
+        find_ranks(root)  # raises, and says why
+    counts = _counts(job, root)
+    skipped = rows_without_document(root)
     if not counts.read and (skipped.damaged or skipped.without_text):
         rows = skipped._replace(files=0, names=())  # every file would be named
         raise InputError(
@@ -278,9 +328,9 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
-    work = f"{skipped}{counts.odd_answers}{_attempts(state)}"
+    work = f"{skipped}{counts.odd_answers}{_attempts(job)}"
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(state.together.files, 'file')} in "
+        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
@@ -288,15 +338,13 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     )
 
 
-def _counts(state: RunState, root: Path) -> DocumentCounts:
+def _counts(job: JobSums, root: Path) -> DocumentCounts:
     """The documents by outcome, of all ranks and their retries.
 
     Raises:
-        CheckpointCorrupt: a rank is damaged, or the commits contradict each other.
+        CheckpointCorrupt: the commits contradict each other.
     """
-    if damaged := [rank for rank in state.troubled if rank.state == "damaged"]:
-        raise CheckpointCorrupt(damaged[0].reason)
-    counts = state.together.counts
+    counts = job.counts
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
             f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
@@ -306,30 +354,31 @@ def _counts(state: RunState, root: Path) -> DocumentCounts:
     return counts
 
 
-def _attempts(state: RunState) -> str:
+def _attempts(job: JobSums) -> str:
     """What all attempts sent, as a sentence with a space before it; empty if every rank had one, without a repetition.
 
     A history does not hold the last minute of an attempt that was killed.
     """
-    totals, ranks = state.together, len(state.ranks) + len(state.retries)
-    sent, attempts = totals.work, max(ranks, totals.attempts)
+    sent, ranks = job.work, job.ranks + job.retries
+    attempts = max(ranks, job.attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
     at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
     were = "was" if sent.sent == 1 else "were"
     said = (
-        f" In {plural(attempts, 'attempt')} of {plural(len(state.ranks), 'task')}, {at_least}"
+        f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
         f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
-    unused = sent.completion_tokens - totals.counts.completion_tokens
+    unused = sent.completion_tokens - job.counts.completion_tokens
     return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
 
 
 def _checked(checked: Checked) -> str:
     """A sentence with a space before it; empty if nothing could be compared here."""
     parts = []
-    if checked.files is not None:
-        parts.append(f"{plural(checked.files, 'output file')} by name and size")
+    if checked.jobs:
+        files = sum(job.files for job in checked.jobs.values())
+        parts.append(f"{plural(files, 'output file')} by name and size")
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
     return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""

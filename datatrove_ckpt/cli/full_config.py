@@ -13,9 +13,18 @@ from typing import Any
 
 import jsonargparse
 
-from datatrove_ckpt.cli.annotations import ANYTHING, Parameter, alternatives, is_callable, origin, parameters_of
-from datatrove_ckpt.cli.yaml_config import MASK, checked, import_name
-from datatrove_ckpt.cli.yaml_text import dump
+from datatrove_ckpt.cli.yaml_config import (
+    ANYTHING,
+    MASK,
+    Parameter,
+    alternatives,
+    checked,
+    dump,
+    import_name,
+    is_callable,
+    origin,
+    parameters_of,
+)
 from datatrove_ckpt.redaction import Veil, is_secret
 
 _PLAIN = (str, bool, int, float, type(None))

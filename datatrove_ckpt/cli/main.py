@@ -1,4 +1,7 @@
-"""``datatrove-ckpt``: parses the command line and calls the command's handler.
+"""``datatrove-ckpt``: every command with its options and its help; parses the command line and calls the command.
+
+A command is a function below ``_command``: its docstring is its ``--help``, and it returns what carries it out. Only
+then is that imported, so that ``--help`` and ``status`` start without datatrove.
 
 Exit codes: 0 done; 1 stopped by an error, the same command continues from there; 2 a mistake in the file or on the
 command line, nothing was started; 128 + n ended by signal n, so 130 for Ctrl-C; the same command continues from there.
@@ -10,16 +13,45 @@ An error of this package is its message: no traceback of it reaches the terminal
 from __future__ import annotations
 
 import argparse
+import inspect
+import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
-from datatrove_ckpt.cli.parsers import make_parser, split_overrides, takes_overrides
+from datatrove_ckpt import __version__
+from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.redaction import redact
+
+Handler = Callable[[argparse.Namespace], int]
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+OVERRIDES_HELP = """\
+any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+  --executor.tasks=4
+  --pipeline.1.config.max_concurrent_generations=8
+  --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+"""
+_WHAT_HELP = """\
+WHAT is a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir: s3://, hf://, a path), or the
+YAML file of the run, with the overrides that the run had:
+  --pipeline.1.checkpoints_local_dir=other/checkpoints
+"""
+_EPILOG = """
+exit codes:
+  0  done; for doctor, verify, repair: no problem
+  1  stopped by an error, or problems were found; after run, the same command resumes
+  2  a mistake in a file or on the command line; nothing was started
+  3  verify: no problem, but something is not finished
+  128 + n  ended by signal n, so 130 for Ctrl-C; after run, the same command resumes
+
+datatrove-ckpt COMMAND --help tells more about each command, with examples and its exit codes.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,29 +63,567 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
 
     safe_log()
-    arguments.command = shlex.join(["datatrove-ckpt", *given])
-    if overrides:
-        if not takes_overrides(arguments):
-            parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-        arguments.overrides = overrides
+    if overrides and not _takes_overrides(arguments):
+        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+    arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     try:
-        return _handler(arguments.handler)(arguments)
+        with gc_paused():
+            handler: Handler = arguments.load()
+        return handler(arguments)
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:
         return fail(error, 1)
 
 
-def _handler(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function for "module:function"; the module is imported now."""
-    module, _, function = name.partition(":")
-    with gc_paused():
-        handler: Callable[[argparse.Namespace], int] = getattr(import_module(f"datatrove_ckpt.cli.{module}"), function)
-    return handler
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``datatrove-ckpt``. Parsed arguments have ``load``, which imports and returns the handler."""
+    parser = argparse.ArgumentParser(
+        prog="datatrove-ckpt",
+        description="Crash-proof LLM inference for datatrove.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    examples = ["examples:\n"]
+    for load, listed, arguments in _COMMANDS:
+        description, _, epilog = (inspect.getdoc(load) or f"{load.__name__}.").partition("\n\n")
+        command = commands.add_parser(
+            load.__name__,
+            help=listed or f"{description[0].lower()}{description[1:-1]}",
+            description=description,
+            epilog=f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(load=load)
+        for names, options in arguments:
+            command.add_argument(*names, **options)
+        examples += epilog.splitlines(keepends=True)[1:2]
+    parser.epilog = "".join(examples) + _EPILOG
+    return parser
 
 
-def fail(error: BaseException, code: int) -> int:
-    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
-    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(printable(redact("\n".join([f"error: {error}", *notes]))), file=sys.stderr)
-    return code
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments into plain ones and overrides.
+
+    ``--executor.tasks=4`` and ``--executor.tasks 4`` are overrides; the second list has them as ``path=value``.
+    """
+    rest: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--(executor|pipeline)\.", argument):
+            rest.append(argument)
+        else:
+            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+    return rest, overrides
+
+
+def _takes_overrides(arguments: argparse.Namespace) -> bool:
+    """Whether the command looks at a YAML file."""
+    if "what" not in arguments:
+        return "config" in arguments
+    from datatrove_ckpt.maintenance.where import is_config
+
+    return is_config(arguments.what) or is_config(getattr(arguments, "new", ""))
+
+
+# kinds of values -----------------------------------------------------------------------------------------------------
+
+
+def _number(what: str, is_right: Callable[[float], bool], text: str) -> float:
+    with suppress(ValueError):
+        if is_right(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+
+_rate = partial(_number, "number of documents per second, such as 26", lambda rate: 0 < rate < math.inf)
+_interval = partial(_number, "number of seconds, such as 2", lambda seconds: 0 < seconds <= 86400)
+_price = partial(_number, "price, such as 2.50", lambda price: 0 <= price < math.inf)
+
+
+def _prices(text: str) -> tuple[float, float]:
+    """The prices of prompt and completion tokens. One price is that of both."""
+    first, comma, second = text.partition(",")
+    return _price(first), _price(second if comma else first)
+
+
+def _count(of: str, text: str) -> int:
+    is_count = re.fullmatch("[1-9][0-9]{0,6}", text) is not None
+    return int(_number(f"number of {of}, such as 8", lambda _: is_count, text))
+
+
+def parse_time(text: str) -> float:
+    """Seconds, from a number with its unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text)
+    if not found or not float(found[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
+    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+# arguments -----------------------------------------------------------------------------------------------------------
+
+
+def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
+    return names or (metavar.lower(),), {"metavar": metavar, "help": help, **options}
+
+
+def _flag(name: str, help: str) -> _Argument:
+    return (name,), {"action": "store_true", "help": help}
+
+
+_CONFIG = _argument("CONFIG", "YAML file with one key, executor")
+_WHAT = _argument("WHAT", "checkpoint folder, URL of its mirror, or YAML file of the run")
+_JSON = _flag("--json", "print one JSON object instead of text")
+_OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
+_FULL = _flag("--full", "read all output and compare its content, too")
+_TOKEN_PRICE = _argument(
+    "PRICE",
+    "of a million tokens, or of prompt and completion tokens: 0.15,0.60",
+    "--price-per-million-tokens",
+    type=_prices,
+)
+
+# commands ------------------------------------------------------------------------------------------------------------
+
+_COMMANDS: list[tuple[Callable[[], Handler], str, tuple[_Argument, ...]]] = []
+
+
+def _command(*arguments: _Argument, listed: str = "") -> Callable[[Callable[[], Handler]], Callable[[], Handler]]:
+    """Makes a command of a function. Below "examples:" in its docstring stand command lines that are run by the tests.
+
+    Args:
+        listed: what ``datatrove-ckpt --help`` says of it; by default the first line of the docstring.
+    """
+
+    def add(load: Callable[[], Handler]) -> Callable[[], Handler]:
+        _COMMANDS.append((load, listed, arguments))
+        return load
+
+    return add
+
+
+@_command(
+    _CONFIG,
+    _flag("--dry-run", "build everything, print it, run nothing"),
+    _flag(
+        "--retry-dead-letters",
+        "process the dead letters of a finished run, into output files of their own, instead of the input",
+    ),
+    listed="run the pipeline of a YAML file; run it again to resume",
+)
+def run() -> Handler:
+    """Run the pipeline of a YAML file. After any interruption the same command finishes the rest.
+
+    examples:
+      datatrove-ckpt run configs/quickstart.yaml
+      datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+
+    (OVERRIDES)
+
+    exit codes:
+      0  done, or submitted
+      1  stopped by an error; the same command resumes
+      2  a mistake in CONFIG or on the command line; nothing was started
+      128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
+    """
+    from datatrove_ckpt.cli.run import run
+
+    return run
+
+
+@_command(
+    _CONFIG,
+    _JSON,
+    _argument(
+        "RATE",
+        "of one task, to compare what piles up while the hub refuses commits with the room for it",
+        "--documents-per-second",
+        type=_rate,
+    ),
+)
+def doctor() -> Handler:
+    """Check folders, input, servers and limits before a job starts.
+
+    examples:
+      datatrove-ckpt doctor configs/quickstart.yaml
+
+    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check:
+    ok, warning (continue if this is what you want) or problem (the run would fail, or could lose work), and what to do.
+    The checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
+    nothing behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
+
+    exit codes:
+      0  no problem
+      1  a problem
+      2  a mistake in CONFIG or on the command line
+
+    (OVERRIDES)
+    """
+    from datatrove_ckpt.cli.run import doctor
+
+    return doctor
+
+
+@_command(_CONFIG, _JSON, _argument("TIME", "such as 90m, 6h or 2d", "--mtbf", required=True, type=parse_time))
+def plan() -> Handler:
+    """Measure what saving costs here, and suggest how often to save.
+
+    examples:
+      datatrove-ckpt plan configs/quickstart.yaml --mtbf 6h
+
+    It writes and syncs in the checkpoint folder as a run does, and uploads to checkpoints_remote_dir (or to a remote
+    output folder, if there is no mirror), for a few seconds, and removes what it wrote. Run it on the kind of node that
+    the job will use.
+
+    --mtbf is the mean time between two losses on one node. Tasks are independent, so the number of nodes does not
+    matter. For sync_seconds a loss is a power loss or a kernel crash, after which the disk is still there. For
+    mirror_seconds it is a node that never comes back: a spot instance, a container. Do not count kill -9, out of
+    memory, or preemption on a node that keeps its disk: they lose no answer.
+
+    Each row of the table is an interval. Overhead is the share of time that saving takes; only the saving thread spends
+    it, so the run loses less. Lost is what one loss costs, in seconds of work. Efficiency is the share of useful time.
+    Saving too often wastes time on saves, too rarely on repeated work. The best interval is sqrt(2 * cost * MTBF)
+    (Young 1974), refined by Daly in 2006. Near it the choice hardly matters: half or twice the interval is nearly as
+    good. "auto" has another aim: lose as little as possible for a fixed share of time (2 % for syncs, 5 % for the
+    mirror).
+
+    exit codes:
+      0  the table is printed
+      1  something could not be measured
+      2  a mistake in CONFIG or on the command line
+
+    (OVERRIDES)
+    """
+    from datatrove_ckpt.cli.run import plan
+
+    return plan
+
+
+@_command(
+    _CONFIG,
+    _JSON,
+    _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),
+    _flag("--dry-run", "say what would be done, document by document, only"),
+    _argument("DIR", "of datatrove's run: its log files show whether it is still on", "--logging-dir"),
+    _flag(
+        "--lacking-are-dropped",
+        "documents that files of finished chunks lack were dropped by their rollouts: do not process them again",
+    ),
+    _flag("--any-text", "the rollout changes texts: an id alone is enough"),
+)
+def migrate() -> Handler:
+    """Take over an interrupted run of datatrove's own InferenceRunner.
+
+    examples:
+      datatrove-ckpt migrate configs/quickstart.yaml --from datatrove/checkpoints --dry-run
+
+    CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
+    output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that
+    run first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host
+    that has its files open to write, and files that change meanwhile; young files are a warning.
+
+    Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
+    document by document, and processed again by the next run. FOLDER is not changed, unless it is the
+    checkpoints_local_dir of CONFIG: then what was there is moved to FOLDER/datatrove. Output that is made again is
+    moved to the folder datatrove in checkpoints_local_dir. Continue with: datatrove-ckpt run CONFIG
+
+    exit codes:
+      0  the run is taken over (with --dry-run: could be)
+      1  input, output or settings are not those of datatrove's run, or it is still on: nothing was changed; or an error
+         while it was taken over: the same command goes on
+      2  a mistake in CONFIG or on the command line
+
+    (OVERRIDES)
+    """
+    from datatrove_ckpt.cli.migrate import migrate
+
+    return migrate
+
+
+@_command(
+    _WHAT,
+    _JSON,
+    _flag("--all", "print a line for every rank, too"),
+    _flag("--watch", "show it again and again, until the run is finished"),
+    _argument(
+        "SECONDS",
+        "seconds between two looks of --watch; 2 unless said otherwise",
+        "--interval",
+        type=_interval,
+        default=2.0,
+    ),
+)
+def status() -> Handler:
+    """Show how far a run is, and which ranks need attention; also during the run.
+
+    examples:
+      datatrove-ckpt status quickstart/checkpoints
+
+    (WHAT)
+
+    It only reads; a run may be active meanwhile. The sums come first, then the ranks that need attention: damaged,
+    failed, lost (ended without a word), silent, stuck, slow, interrupted. docs/status.md says what each of them means.
+
+    exit codes:
+      0  no rank is damaged
+      1  a rank is damaged
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+    from datatrove_ckpt.cli.status import status
+
+    return status
+
+
+@_command(
+    _WHAT,
+    _argument("FILE", "report.html if not given; - prints it", "-o", "--output", default="report.html"),
+    _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),
+    _TOKEN_PRICE,
+    _argument("N", "that the servers of a rank use", "--gpus-per-rank", type=partial(_count, "GPUs")),
+)
+def report() -> Handler:
+    """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors, cost.
+
+    examples:
+      datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html
+
+    (WHAT)
+
+    The page has its style and its drawings inside. It loads nothing, so it can be sent as it is. A run may be active
+    meanwhile. Prices are in any currency. A rank uses the GPUs that the YAML file says, or --gpus-per-rank, or one.
+
+    exit codes:
+      0  the page is written
+      1  it could not be read or written
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+    from datatrove_ckpt.cli.report import report
+
+    return report
+
+
+@_command(_WHAT)
+def track() -> Handler:
+    """Send what a run did and does to MLflow and Weights & Biases, until it has ended.
+
+    examples:
+      datatrove-ckpt track monitored_run/checkpoints
+
+    (WHAT)
+
+    A run with monitoring.mlflow_uri or monitoring.wandb_project does this itself. By hand, it sends what an outage left
+    behind. Each point is sent once, whoever sends it; keys come from the environment.
+
+    exit codes:
+      0  all is sent, and no task is at work
+      1  another process sends it, or the checkpoint cannot be read
+      2  WHAT is no checkpoint of a run that is tracked, or a mistake on the command line
+    """
+    from datatrove_ckpt.cli.track import track
+
+    return track
+
+
+@_command(_WHAT, _JSON, _OUTPUT, _FULL)
+def verify() -> Handler:
+    """Check the output against the checkpoint.
+
+    examples:
+      datatrove-ckpt verify quickstart/checkpoints --full
+
+    (WHAT)
+
+    It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong with it, and what to
+    do.
+
+    exit codes:
+      0  no problem found, and everything is finished
+      1  there are problems
+      2  WHAT is no checkpoint, or a mistake on the command line
+      3  no problem found, but something is not finished
+    """
+    from datatrove_ckpt.cli.verify_repair import verify
+
+    return verify
+
+
+@_command(
+    _WHAT,
+    _OUTPUT,
+    _FULL,
+    _argument(
+        "DIR", "the executor's logging_dir; its completion markers of repaired ranks are removed", "--logging-dir"
+    ),
+    _flag("--dry-run", "print what would be done, and do nothing"),
+)
+def repair() -> Handler:
+    """Let the next run process damaged chunks again.
+
+    examples:
+      datatrove-ckpt repair quickstart/checkpoints --logging-dir quickstart/logs --dry-run
+
+    (WHAT)
+
+    It takes back the commits of chunks whose output is missing, truncated, grown or (with --full) altered, and removes
+    what is left of that output. Then run the pipeline again: exactly these chunks are processed again, from journals
+    and cached answers where they still exist. No rank may run during the repair. What it cannot repair, it names and
+    leaves alone.
+
+    datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions. With --logging-dir, the markers of
+    the repaired ranks are removed, too.
+
+    exit codes:
+      0  all problems are repaired (with --dry-run: would be)
+      1  some problems are left, or a rank is running
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+    from datatrove_ckpt.cli.verify_repair import repair
+
+    return repair
+
+
+@_command(
+    _WHAT,
+    _argument("FOLDER", "folder or URL where the output files are now", "--output"),
+    _flag("--sizes-only", "compare names and sizes, and read no output"),
+    _flag("--dry-run", "compare, print what would be done, and do nothing"),
+)
+def relocate() -> Handler:
+    """Let a copied checkpoint continue where its output was copied to.
+
+    examples:
+      datatrove-ckpt relocate quickstart/checkpoints --output quickstart/output --dry-run
+
+    (WHAT)
+
+    Stop the run, copy checkpoint and output with any tool, then relocate the copy. Every committed file is read at its
+    new place and compared with its commit; only if all are there and right, run.json of each rank and job.json name the
+    new folder. The originals are not touched. WHAT is the copy: its folder, the copied mirror, or the YAML file with
+    the new folders, which tells --output, too. The same command again continues if it was interrupted.
+
+    exit codes:
+      0  the checkpoint belongs to its new place (with --dry-run: would)
+      1  files are missing or changed there, or a rank is running; nothing was changed
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+    from datatrove_ckpt.cli.moves import relocate
+
+    return relocate
+
+
+@_command(
+    _WHAT,
+    _argument("NEW", "YAML file of the new run, or its checkpoint folder"),
+    _flag("--no-answers", "keep no answers: other servers may answer otherwise"),
+    _flag("--dry-run", "print what would be kept and paid, and do nothing"),
+    _TOKEN_PRICE,
+)
+def fork() -> Handler:
+    """Start a new run with a changed prompt or model, keeping what is still valid.
+
+    examples:
+      datatrove-ckpt fork quickstart/checkpoints configs/quickstart.yaml --pipeline.1.rollout_fn.prompt="Summarise: {text}" --pipeline.1.checkpoints_local_dir=quickstart/new/checkpoints --pipeline.1.output_writer.output_folder=quickstart/new/output --executor.logging_dir=quickstart/new/logs --dry-run
+
+    (WHAT)
+
+    NEW is the YAML file of the new run, with folders of its own and what is changed; or its new checkpoint folder, if
+    the run is a script. Overrides belong to NEW if that is a file:
+      datatrove-ckpt fork job.yaml job.yaml --pipeline.1.rollout_fn.prompt="..." --pipeline.1.checkpoints_local_dir=new/...
+
+    The new run starts at the first document and pays for all of them, but for requests whose final payload is equal to
+    one that the other run has an answer to. It says what is kept and what the rest will cost, then makes the folder.
+    The other run must not be active; it is only read, and can go on afterwards.
+
+    exit codes:
+      0  the folder is made (with --dry-run: would be)
+      1  the other run is damaged, or one of its ranks is running
+      2  WHAT is no checkpoint, NEW is not new, or a mistake in a file or on the command line
+    """  # noqa: E501 (an example is one line)
+    from datatrove_ckpt.cli.moves import fork
+
+    return fork
+
+
+@_command(
+    _argument("WHAT", "YAML file of the run"),
+    _argument("M", "the new number of tasks", "--tasks", required=True, type=partial(_count, "tasks")),
+    _flag("--dry-run", "print what would be done, and deal nothing out"),
+)
+def reshard() -> Handler:
+    """Deal what is left of a run out to another number of tasks.
+
+    examples:
+      datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run
+
+    WHAT is the YAML file of the run, with the overrides that the run had. No rank may run meanwhile. What is finished,
+    saved answers and output files stay. Killed at any moment, the same command goes on. Afterwards run with the new
+    number of tasks.
+
+    exit codes:
+      0  done
+      1  a rank is running, or the checkpoint, the output or the input is not as it should be; nothing was changed
+      2  a mistake on the command line, or a pipeline that cannot be dealt out anew; the message says why
+    """
+    from datatrove_ckpt.cli.moves import reshard
+
+    return reshard
+
+
+@_command()
+def schema() -> Handler:
+    """Print a JSON schema of CONFIG, for editors.
+
+    examples:
+      datatrove-ckpt schema > datatrove-ckpt.schema.json
+
+    It has every argument of every class that has a short name, with its type, default and description. Editors that
+    know JSON schemas complete and check files with it, if the file's first line says where it is:
+
+      # yaml-language-server: $schema=datatrove-ckpt.schema.json
+
+    exit codes:
+      0  the schema is printed
+      2  a mistake on the command line
+    """
+    from datatrove_ckpt.cli.schema import schema
+
+    return schema
+
+
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+
+@_command(_argument("SHELL", f"one of {', '.join(_SHELLS)}", choices=_SHELLS))
+def completion() -> Handler:
+    """Print a script that lets a shell complete this command.
+
+    examples:
+      datatrove-ckpt completion bash > datatrove-ckpt.bash
+
+    bash: source the script in ~/.bashrc. zsh: save it as _datatrove-ckpt in a folder of $fpath. fish: save it as
+    ~/.config/fish/completions/datatrove-ckpt.fish. Write it again after an upgrade.
+
+    exit codes:
+      0  the script is printed
+      2  a mistake on the command line, or shtab is not installed: pip install 'datatrove-ckpt[completion]'
+    """
+    return _complete
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    """Prints the script that shtab writes. It is static: pressing Tab starts no Python."""
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError("completion: needs shtab: pip install 'datatrove-ckpt[completion]'.") from None
+    parser = make_parser()
+    kinds = {"FOLDER": shtab.DIRECTORY, "DIR": shtab.DIRECTORY}
+    kinds |= dict.fromkeys(("CONFIG", "WHAT", "FILE"), shtab.FILE)
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in (action for command in commands.choices.values() for action in command._actions):
+        if action.metavar in kinds:
+            action.complete = kinds[action.metavar]  # shtab looks for it
+    print(shtab.complete(parser, arguments.shell))
+    return 0

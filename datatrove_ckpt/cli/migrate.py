@@ -10,11 +10,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from datatrove_ckpt.cli.main import fail
-from datatrove_ckpt.cli.os_errors import explain
-from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.printing import print_json, say
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Chunk, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
@@ -26,7 +24,7 @@ _SHOWN = 5
 
 def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     migration = Migration(
         executor,
         Path(arguments.folder).expanduser(),
@@ -38,14 +36,8 @@ def migrate(arguments: argparse.Namespace) -> int:
     try:
         with log_disabled("datatrove", "datatrove_ckpt"):
             findings = migration.run()
-    except ConfigError:
-        raise
-    except CkptError as error:
-        return fail(error, 1)
     except OSError as error:
-        if (explained := explain(error, RunPlan.of(executor))) is None:
-            raise
-        return fail(explained, 1)
+        raise explain(error, RunPlan.of(executor)) from None
     if arguments.json:
         print_json({"dry_run": arguments.dry_run, **findings.to_json()})
     else:

@@ -1,4 +1,4 @@
-"""Standard output: what it takes, and that nobody may read it to its end. No foreign text speaks to the terminal."""
+"""What commands print, and how an error ends them. No foreign text speaks to the terminal."""
 
 from __future__ import annotations
 
@@ -44,3 +44,10 @@ def write_out(text: str, raw: bool = False) -> bool:
             os.close(nowhere)
         return False
     return True
+
+
+def fail(error: BaseException, code: int) -> int:
+    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    print(printable(redact("\n".join([f"error: {error}", *notes]))), file=sys.stderr)
+    return code

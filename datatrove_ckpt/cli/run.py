@@ -1,7 +1,6 @@
 """``datatrove-ckpt run``, ``doctor`` and ``plan``: what takes a YAML file, builds its executor, and is slow to import.
 
-Exit codes of ``doctor`` and ``plan``: 0 no problem (doctor may print warnings); 1 a problem, or a measurement failed; 2
-a mistake in the file or on the command line. ``execution.py`` does the rest of ``run``.
+``execution.py`` does the rest of ``run``.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from datatrove_ckpt.cli.overrides import make_executor, read_config
 from datatrove_ckpt.cli.printing import print_json, say
-from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.cli.yaml_config import build, make_executor, read_config
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -35,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
 
     with log_disabled("datatrove", "datatrove_ckpt"):
@@ -55,7 +53,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the tables of each runner. Returns the exit code."""
-    executor = make_executor(arguments)
+    executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.plan import advise, describe
     from datatrove_ckpt.preflight.run_plan import RunPlan
 

@@ -16,17 +16,18 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from datatrove_ckpt.cli.annotations import (
+from datatrove_ckpt.cli.yaml_config import (
     REQUIRED,
+    SHORT_NAMES,
     Parameter,
     alternatives,
     fits,
+    import_name,
     is_callable,
     is_class,
     origin,
     parameters_of,
 )
-from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, import_name
 from datatrove_ckpt.errors import ConfigError
 
 Schema = dict[str, Any]

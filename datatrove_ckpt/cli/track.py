@@ -1,9 +1,6 @@
 """``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until it has ended.
 
 A run that is tracked starts this module as a program (``generation/export/tracking.py``), and ends it at any moment.
-
-Exit codes: 0 all is sent; 1 another process sends it, or the checkpoint cannot be read; 2 a mistake on the command
-line.
 """
 
 from __future__ import annotations

@@ -7,27 +7,25 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable
+import datetime
+from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance import repair_mirror
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.config_check import config_differences
-from datatrove_ckpt.maintenance.findings import Report
-from datatrove_ckpt.maintenance.inspect import RankStatus
-from datatrove_ckpt.maintenance.repair import carry_out
-from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
-from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.maintenance.read_state import check_idle
+from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.maintenance.verify import Report
+from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -57,7 +55,7 @@ def _report(arguments: argparse.Namespace, place: Place) -> Report:
 
 def _check_config(report: Report, place: Place) -> None:
     """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
-    if differing := config_differences(place, checks.settings_of_ranks(report.ranks)):
+    if differing := config_differences(place, [rank.run for rank in report.ranks if rank.run and not rank.root]):
         message = (
             f"{place.given} is not the configuration of this run: {'; '.join(differing)}. What is said here is about "
             f"the run in {place.what}, with its own settings."
@@ -71,19 +69,52 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
         "output": report.output,
         "full": full,
         "exit_code": code,
-        "ranks": [summary.to_json() for summary in report.summaries],
-        "totals": totals(report.summaries, report.tasks) | {"files": report.number_of_files},
+        "ranks": [_rank_as_json(rank) for rank in report.ranks],
+        "totals": _totals(report) | {"files": report.number_of_files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
 
 
+def _rank_as_json(rank: RankLedger) -> Json:
+    """``counts`` has been called "tally" since 0.1."""
+    made = None if rank.last_commit is None else datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
+    return {
+        "root": rank.root,
+        "rank": rank.number,
+        "state": rank.state,
+        "chunks": len(rank.sums.indices),
+        "tally": asdict(rank.sums.counts),
+        "journals": {index: counts.read for index, counts in rank.open_journals.items()},
+        "unfinished": asdict(rank.unfinished),
+        "last_commit": None if made is None else made.isoformat(timespec="seconds"),
+        "holder": rank.holder,
+        "error": None if rank.damage is None else str(rank.damage),
+    }
+
+
+def _totals(report: Report) -> Json:
+    """Sums over all ranks. Retries are counted apart, since they read documents that were read before."""
+    ranks = [rank for rank in report.ranks if not rank.root]
+    journals = [counts.read for rank in ranks for counts in rank.open_journals.values()]
+    return {
+        "ranks": len(ranks),
+        "tasks": report.tasks,
+        "chunks": sum(len(rank.sums.indices) for rank in ranks),
+        "unfinished_chunks": len(journals),
+        "documents_in_journals": sum(journals),
+        **asdict(sum_counts(rank.sums.counts for rank in ranks)),
+        "unfinished": asdict(sum_counts(rank.unfinished for rank in ranks)),
+        "retried": asdict(sum_counts(rank.sums.counts for rank in report.ranks if rank.root)),
+    }
+
+
 def _verdict(report: Report, full: bool) -> str:
-    counts = sum_counts(summary for summary in report.summaries if not summary.root)
+    counts = sum_counts(rank.sums.counts for rank in report.ranks if not rank.root)
     found = plural(len(report.problems), "problem") if report.problems else "no problem"
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
-    retries = [summary for summary in report.summaries if summary.root]
+    retries = [rank.sums.counts for rank in report.ranks if rank.root]
     retried = f", {sum_counts(retries).written} of which were written by a retry" if retries else ""
     checked = "sizes and contents" if full else "sizes; --full compares contents, too"
     if report.uncounted:
@@ -104,7 +135,7 @@ def repair(arguments: argparse.Namespace) -> int:
     with place_of(arguments, trusted=True) as place:
         if not place.is_copy:
             return _repair(arguments, place)
-        with log_disabled("datatrove_ckpt.mirror"), repair_mirror.restored(place) as copy:
+        with log_disabled("datatrove_ckpt.mirror"), restored(place) as copy:
             return _repair(arguments, copy, place)
 
 
@@ -123,10 +154,10 @@ def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None 
         say("Nothing was done (--dry-run).")
     else:
         if mirrored is not None:
-            repair_mirror.check_idle(mirrored, plan.ranks)
+            check_idle(mirrored, plan.ranks)
         carry_out(plan, report, logging_dir)
         if mirrored is not None:
-            repair_mirror.upload(place, plan.ranks)
+            upload(place, plan.ranks)
         say(_what_next(plan, logging_dir, retired_ranks(place.folder)))
     return 1 if plan.left else 0
 
@@ -145,36 +176,3 @@ def _what_next(plan: Plan, logging_dir: str | None, retired: Collection[int]) ->
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir LOGGING_DIR): datatrove skips "
         f"ranks that have such a marker. {again}"
     )
-
-
-# rank sums ------------------------------------------------------------------------------------------------------------
-
-# Sums over the ranks that ``verify`` looked at.
-
-
-def sum_counts(summaries: Iterable[RankStatus]) -> DocumentCounts:
-    """The counts of several ranks as one."""
-    total = DocumentCounts()
-    for summary in summaries:
-        total.add(summary.counts)
-    return total
-
-
-def totals(summaries: list[RankStatus], tasks: int) -> dict[str, Any]:
-    """Sums over all ranks. Retries are counted apart, since they read documents that were read before."""
-    retried = sum_counts(summary for summary in summaries if summary.root)
-    summaries = [summary for summary in summaries if not summary.root]
-    unfinished = DocumentCounts()
-    for summary in summaries:
-        unfinished.add(summary.unfinished)
-    journals = [number for summary in summaries for number in summary.journals.values()]
-    return {
-        "ranks": len(summaries),
-        "tasks": tasks,
-        "chunks": sum(summary.chunks for summary in summaries),
-        "unfinished_chunks": len(journals),
-        "documents_in_journals": sum(journals),
-        **asdict(sum_counts(summaries)),
-        "unfinished": asdict(unfinished),
-        "retried": asdict(retried),
-    }

@@ -10,6 +10,9 @@
 
 This module walks the tree, and jsonargparse checks one plain value at a time: for a typo in the whole file, with its
 lists of unions, jsonargparse's message is pages long.
+
+YAML is read and written by the rules of 1.2. Those of 1.1, which PyYAML follows, break datatrove's values: ``no`` is a
+language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 from __future__ import annotations
@@ -18,29 +21,20 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import json
+import math
 import re
+import sys
+import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
-from datatrove_ckpt.cli.annotations import (
-    ANYTHING,
-    REQUIRED,
-    alternatives,
-    choices_of,
-    fits,
-    in_words,
-    is_callable,
-    is_class,
-    origin,
-    parameters_of,
-)
-from datatrove_ckpt.cli.yaml_text import Loader
 from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
@@ -66,6 +60,8 @@ SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for na
 
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
+
+# a file ---------------------------------------------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -274,3 +270,273 @@ def show(value: Any) -> str:
     """A value for a message: as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# overrides ------------------------------------------------------------------------------------------------------------
+
+# A value of the command line is read as in the file, but where the argument takes text, it is that text: ``Summarise:
+# {text}`` is no mapping on a command line, and ``# {text}`` no comment.
+
+
+def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
+    """The file's content with the overrides applied. Each override is a ``path=value``.
+
+    Raises:
+        ConfigError: see ``load``; or the path of an override does not fit the file.
+    """
+    content = load(path)
+    for override in overrides:
+        _override(content, override)
+    return content
+
+
+def make_executor(path: str, overrides: list[str]) -> Any:
+    """Builds the executor that the file and the overrides describe. Runs nothing.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    return build(read_config(path, overrides))
+
+
+def read_argument(text: str, kinds: list[Any]) -> Any:
+    """A value of the command line, for an argument that takes these kinds."""
+    value = read_value(text)
+    if str not in kinds:
+        in_one_line = isinstance(value, dict | list) and "\n" not in text
+        return text if Any in kinds and in_one_line and not _is_bracketed(text) else value
+    if isinstance(value, str):
+        return value if text.startswith(("'", '"')) else text
+    if isinstance(value, dict | list):
+        takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
+        return value if takes_several and _is_bracketed(text) else text
+    return value if type(value) in kinds else text
+
+
+def _is_bracketed(text: str) -> bool:
+    return text.lstrip().startswith(("{", "["))
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    path, _, text = override.removeprefix("--").partition("=")
+    keys = [key for key in path.split(".") if key != "init_args"]
+    if "api_key" in keys:
+        raise ConfigError(
+            f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
+        )
+    node: Any = content
+    kinds: list[Any] = []
+    *outer, last = keys if keys[0] == "executor" else ["executor", *keys]
+    for key in outer:
+        kinds = _kinds_inside(node, kinds, key)
+        node = _child(node, key, path, {})
+    _child(node, last, path, read_argument(text, _kinds_inside(node, kinds, last)), replace=True)
+
+
+def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
+    """The value at a key. ``value`` is stored there if the key is missing or None, or if ``replace``."""
+    if isinstance(node, dict) and "class_path" in node:
+        node["init_args"] = node.get("init_args") or {}
+        node = node["init_args"]
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) >= len(node):
+            raise ConfigError(f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from 0).')
+        index: Any = int(key)
+    elif isinstance(node, dict):
+        index = key
+    else:
+        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
+    if replace or (isinstance(node, dict) and node.get(key) is None):
+        node[index] = value
+    return node[index]
+
+
+def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
+    """What the value at a key of the node may be, if the node is one of ``kinds``."""
+    if isinstance(node, list):
+        inner = [typing.get_args(kind)[0] for kind in kinds if origin(kind) is list and typing.get_args(kind)]
+    elif isinstance(node, dict) and "class_path" in node:
+        try:
+            inner = [_hint_of(import_name(node["class_path"], "class_path"), key)]
+        except ConfigError:  # reported with its place when the executor is built
+            inner = []
+    else:
+        inner = [_hint_of(kind, key) for kind in kinds if dataclasses.is_dataclass(kind)]
+    return alternatives(inner[0]) if len(inner) == 1 else [Any]
+
+
+def _hint_of(cls: Any, key: str) -> Any:
+    return parameters_of(cls)[0].get(key, ANYTHING).hint
+
+
+# annotations ----------------------------------------------------------------------------------------------------------
+
+# Which arguments a class takes, which values each may have, and these as words.
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An argument of a constructor. ``default`` is ``REQUIRED`` if it has none."""
+
+    hint: Any
+    default: Any
+
+
+REQUIRED = inspect.Parameter.empty
+ANYTHING = Parameter(Any, REQUIRED)
+"""What is known of an argument that goes into ``**kwargs``."""
+
+
+def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
+    """The constructor's arguments; and whether there may be others (**kwargs)."""
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except NameError:  # an annotation that exists only for type checkers: the constructor checks it
+        hints = {}
+    made = {one.name: one.default_factory for one in _fields(cls) if one.default_factory is not dataclasses.MISSING}
+    arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    named = [argument for argument in arguments if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]
+    parameters = {}
+    for one in named:
+        default = made[one.name]() if one.name in made else one.default
+        parameters[one.name] = Parameter(_hint(hints.get(one.name, Any), default), default)
+    return parameters, any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+def _hint(hint: Any, default: Any) -> Any:
+    """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``, ``tuple[str]`` for a
+    tuple of any length."""
+    if hint is Any:
+        return bool if isinstance(default, bool) else Any
+    kinds = alternatives(hint)
+    for index, kind in enumerate(kinds):
+        if typing.get_origin(kind) is tuple and len(typing.get_args(kind)) == 1:
+            kinds[index] = types.GenericAlias(tuple, (*typing.get_args(kind), ...))
+    return typing.Union[tuple([*kinds, None] if default is None else kinds)]  # noqa: UP007 (made at run time)
+
+
+def alternatives(hint: Any) -> list[Any]:
+    """The parts of a union, and of unions in it; an annotation that is none, as the only part."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(hint) for kind in alternatives(part)]
+    return [hint]
+
+
+def origin(kind: Any) -> Any:
+    """``list`` for ``list[int]``, ``list`` for ``list``."""
+    return typing.get_origin(kind) or kind
+
+
+def is_class(kind: Any) -> bool:
+    """Whether its values are objects that a file describes with class_path, or null."""
+    return kind is type(None) or (inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing"))
+
+
+def is_callable(kind: Any) -> bool:
+    """Whether its values are functions, which a file names by import path."""
+    kind = origin(kind)
+    return kind is Callable or (getattr(kind, "_is_protocol", False) and "__call__" in vars(kind))
+
+
+def fits(cls: type, kinds: list[Any]) -> bool:
+    """Whether an object of the class is one of these kinds."""
+    origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
+    return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
+
+
+def in_words(kinds: list[Any]) -> str:
+    """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
+    choices = choices_of(kinds)
+    if str in kinds:  # a user who can give a string gives no DataFolder or file system object
+        kinds = [k for k in kinds if k is type(None) or not any(map(is_class, (k, *typing.get_args(k))))]
+    words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
+    words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
+    return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
+
+
+def choices_of(kinds: list[Any]) -> list[str]:
+    """The values that a Literal among the kinds allows."""
+    choices = [str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)]
+    return [*choices, "null"] if choices and type(None) in kinds else choices
+
+
+def _word(kind: Any) -> str:
+    if is_callable(kind):
+        return "an import path such as my_module.my_function"
+    name = getattr(origin(kind), "__name__", str(kind))
+    inner = " and ".join(getattr(item, "__name__", "") for item in typing.get_args(kind) if item is not ...)
+    if name in ("list", "tuple"):
+        return f"a list of {inner}" if inner not in ("", "Union") else "a list"
+    words = {"int": "an int", "NoneType": "null", "dict": "a mapping", "bool": "true or false"}
+    return words.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+
+
+# YAML as text ---------------------------------------------------------------------------------------------------------
+
+
+def read_value(text: str) -> Any:
+    """A value from the command line, by the rules of the file."""
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError:
+        return text
+
+
+class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        names: list[Any] = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(problem=f'key "{key.value}" twice', problem_mark=key.start_mark)
+            names.append(key.value)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+for _tag, _first, _pattern in (
+    ("null", "~nN", r"~|null|Null|NULL|"),
+    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
+    ("int", "-+0123456789", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+"),
+    ("float", "-+.0123456789", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"),
+    ("float", "-+.", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+    ("merge", "<", r"<<"),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""])
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes a text that is anything else by the rules of YAML 1.1 or 1.2."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
+        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *Loader.yaml_implicit_resolvers.get(first, ())]
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # PyYAML writes those unescaped in keys, and reads them as spaces
+
+
+def _represent_text(dumper: _Dumper, text: str) -> Any:
+    style = '"' if _ODD_BREAKS.search(text) else "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(content: Any) -> str:
+    """YAML from which ``read_value`` makes the same again: dicts in their order, lists, texts, numbers, None."""
+    text: str = yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf)
+    return text

@@ -146,8 +146,8 @@ def retried_ranks(root: Path, rank: int, world_size: int) -> list[int]:
     return [*(one for one in sorted(retired_ranks(root)) if one % world_size == rank), rank]
 
 
-class Retry:
-    """One pass over a rank's dead letters. ``Retry.next`` resumes an interrupted pass, or starts another.
+class DeadLetterPass:
+    """One pass over a rank's dead letters. ``DeadLetterPass.next`` resumes an interrupted pass, or starts another.
 
     Attributes:
         root: the pass's ``checkpoints_local_dir``.
@@ -168,7 +168,7 @@ class Retry:
         return self._folder / RETRY_INPUT
 
     @classmethod
-    def next(cls, root: Path, rank: int) -> Retry | None:
+    def next(cls, root: Path, rank: int) -> DeadLetterPass | None:
         """None: there is nothing to retry.
 
         Raises:
@@ -232,7 +232,7 @@ def _last_retry(root: Path) -> int:
     return max(numbers, default=0)
 
 
-def _untaken(rank_folder: Path, passes: list[Retry]) -> list[Letter]:
+def _untaken(rank_folder: Path, passes: list[DeadLetterPass]) -> list[Letter]:
     """The letters that no pass has taken. A document has one letter for each failed attempt."""
     taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
     folders = [rank_folder, *(retry._folder for retry in passes)]

@@ -13,7 +13,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.formatting import plural
@@ -40,15 +40,7 @@ class RankNumbers:
         for parent in folders:
             folder = rank_folder(parent, rank)
             if folder != opened and (parent == root or retry_number(parent.name) is not None):
-                self._add_folder(folder)
-
-    def _add_folder(self, folder: Path) -> None:
-        counts, work, seconds = DocumentCounts(), WorkStats(), NO_SECONDS
-        for commit in read_commits(folder / COMMITS).values():
-            counts.add(commit.counts)
-            work.add(commit.work)
-            seconds = seconds.or_later(commit.seconds)
-        self._add(folder, counts, work, seconds)
+                self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
 
     def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
         is_retry = folder is not None and retry_number(folder.parent.name) is not None

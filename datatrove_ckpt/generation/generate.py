@@ -14,7 +14,6 @@ import xxhash
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
@@ -31,10 +30,11 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -55,7 +55,7 @@ class RankContext(Protocol):
 
     config: InferenceConfig
     checkpoint: Checkpoint
-    observer: Progress
+    observer: RankReporter
     client: asyncio.Future[CompletionClient]
     drain: Drain
     shutdown: Shutdown
@@ -290,7 +290,7 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
         result = InferenceResult(**orjson.loads(answer.result))
         return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
-    if int(status) not in retrying.REJECTED:  # 0.1 kept a 402 or a 405 like a 400
+    if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
         return None
     raise RequestRejected(int(status), body, remembered=True)
 

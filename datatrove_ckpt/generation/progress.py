@@ -52,7 +52,7 @@ _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
 
-class Progress:
+class RankReporter:
     """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
 
     ``progress``, ``spread`` and ``last_records`` may be called in any thread.

@@ -16,18 +16,18 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.generation.dead_letters import Retry, TakenLetters, retried_ranks
+from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
@@ -107,7 +107,7 @@ class _Run:
             StepStats(self.data).restore(folder / SHARD)
         elif not (folder / RUN).exists():  # of an earlier number of tasks, and it never started
             return
-        if (retry := Retry.next(step.checkpoints_root, rank)) is None:
+        if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
@@ -124,7 +124,7 @@ class _Run:
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
         checkpoint = unopened.open()
         shutdown, completed = preemption.shutdown, False
-        progress = Progress(rank, checkpoint, shutdown, step.config.metric_interval)
+        progress = RankReporter(rank, checkpoint, shutdown, step.config.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
         exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
         try:
@@ -184,7 +184,7 @@ class _Run:
         return manager, output
 
     async def _generate(
-        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: Progress, names: FileNames
+        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
     ) -> None:
         step, preemption, point = self.step, self.preemption, checkpoint.resumed
         kept = step.checkpoints_local_dir is not None
@@ -275,7 +275,7 @@ class RankMessages:
     rank: int
     folder: str | None
     checkpoint: Checkpoint
-    progress: Progress
+    progress: RankReporter
     retrying: bool = False
 
     def started(self) -> None:

@@ -30,7 +30,7 @@ from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Requests, summarize
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
-from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon
@@ -56,7 +56,7 @@ class Scheduler:
         config: InferenceConfig,
         checkpoint: Checkpoint,
         connect: Connect,
-        observer: Progress,
+        observer: RankReporter,
         metadata_key: str,
         failures: Failures,
         shutdown: Shutdown,

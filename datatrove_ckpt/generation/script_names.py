@@ -55,7 +55,7 @@ class ScriptNames(NamedTuple):
     left: dict[str, str]
 
 
-def collect(*things: Any) -> ScriptNames | None:
+def collect(*things: object) -> ScriptNames | None:
     """The names of the script that these functions and objects use, by themselves or through each other.
 
     None if no name is used, or if a value is being looked at that holds the step itself.
@@ -64,7 +64,7 @@ def collect(*things: Any) -> ScriptNames | None:
     if not carries():
         return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    waiting, seen = list(things), dict[int, Any]()
+    waiting, seen = list(things), dict[int, object]()
     with nothing_carried():
         while waiting:
             thing = waiting.pop()
@@ -98,7 +98,7 @@ def restore(names: ScriptNames) -> None:
             )
 
 
-def say_missing(*things: Any) -> None:
+def say_missing(*things: object) -> None:
     """Logs which modules of the job only this script finds: Python puts a script's folder on its path."""
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
@@ -118,7 +118,7 @@ def say_missing(*things: Any) -> None:
             )
 
 
-def _module_of(thing: Any) -> str:
+def _module_of(thing: object) -> str:
     if isinstance(thing, functools.partial):
         return _module_of(thing.func)
     owner = thing if isinstance(thing, type | types.FunctionType) else type(thing)
@@ -152,7 +152,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(thing: object) -> Iterator[Any]:
     """The functions and classes of the script that belong to an object."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
@@ -177,14 +177,14 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
 
 
-def _names(thing: Any, main: types.ModuleType) -> Iterator[str]:
+def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
     if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
         for name in sorted(loaded_names(thing)):
             if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
                 yield name
 
 
-def _stays(name: str, value: Any) -> str:
+def _stays(name: str, value: object) -> str:
     """Why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
@@ -217,7 +217,7 @@ class _Sink:
         self._tail = data[-self._longest :]
 
 
-def secrets_in(name: str, value: Any) -> list[str]:
+def secrets_in(name: str, value: object) -> list[str]:
     """The places of secrets in what a pickle of this value holds by value, as words for a message.
 
     Raises:
@@ -243,7 +243,7 @@ class _Look:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._objects: dict[int, Any] = {}  # kept, so that no other object gets the id of one
+        self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
         self._owners: dict[int, str] = {}
         self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
@@ -251,7 +251,7 @@ class _Look:
         self._places: list[str] = []
         self._unnamed = False
 
-    def __call__(self, thing: Any) -> None:
+    def __call__(self, thing: object) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
@@ -282,7 +282,7 @@ class _Look:
                 ]
         yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
 
-    def _of_object(self, thing: Any) -> None:
+    def _of_object(self, thing: object) -> None:
         if isinstance(thing, Veil):
             self._owners[id(thing.value)] = thing.name
         if isinstance(own := getattr(thing, "__dict__", None), dict):
@@ -294,7 +294,7 @@ class _Look:
             names = code.co_varnames if isinstance(code, types.CodeType) else ()
             self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
 
-    def _look_at(self, owner: str, values: Mapping[Any, Any]) -> None:
+    def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:
         for name, value in values.items():
             if not isinstance(name, str):
                 continue
@@ -309,7 +309,7 @@ class _Look:
                 self._places.append(place)
 
 
-def _holds(name: str, value: Any) -> bool:
+def _holds(name: str, value: object) -> bool:
     """Whether a value is a secret, or a collection of texts that would be one under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
@@ -319,7 +319,7 @@ def _holds(name: str, value: Any) -> bool:
     return is_surely_secret(name, value)
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
@@ -328,7 +328,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from cells(function)
 
 
-def _is_of_module(thing: dict[Any, Any]) -> bool:
+def _is_of_module(thing: dict[object, object]) -> bool:
     name = thing.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and vars(module) is thing

@@ -2,5 +2,5 @@
 
 It starts no server and no rank, and it prints nothing: ``cli`` does. Start at ``where.py`` (what a command looks at)
 and ``read_state.py`` (the state of all ranks, read only), which ``report`` draws; at ``tracking.py`` (what trackers are
-sent); or at ``inspect.py`` (one rank's folder), then ``verify.py`` and ``repair.py``.
+sent); or at ``verify.py``, then ``repair.py``. What a rank has on disk is read by ``checkpoint/ledger.py``.
 """

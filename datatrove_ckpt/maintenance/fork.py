@@ -20,7 +20,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,17 +29,17 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_unfitting
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.forks import FORKED, KEPT_SETTINGS, Forked
-from datatrove_ckpt.checkpoint.identity import new_owner, read_run
+from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, is_unstarted
+from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
+    JOB,
     KEPT_ANSWERS,
     LOCK,
     RUN,
@@ -47,12 +47,14 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
 )
+from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_json
+from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
-from datatrove_ckpt.maintenance.inspect import RankFolder, find_ranks, name_place, summarise
 
 _REVISIONS = "dataset_*.json"
 """Commits of hub datasets that the ranks of a job read, in ``checkpoints_local_dir`` (see ``readers/revisions.py``)."""
@@ -86,7 +88,7 @@ class Fork:
 
 @contextmanager
 def built(
-    source: Path, said: str, target: Path, why_unusable: Callable[[RankFolder], str] | None
+    source: Path, said: str, target: Path, why_unusable: Callable[[RankLedger], str] | None
 ) -> Iterator[tuple[Fork, Path]]:
     """Builds the checkpoint of the new run in a folder beside ``target``, which is removed at the end.
 
@@ -115,8 +117,11 @@ def built(
         stack.callback(files.disk.remove_tree, folder)
         files.disk.make_dir(folder)
         fork = Fork()
-        for rank in find_ranks(source):
-            if not rank.root and rank.identity:
+        for rank in read_ranks(source, CHECKED):
+            if rank.damage is not None and not rank.root:
+                problem = f"{rank.place}: {rank.damage} Nothing was forked: repair that first, or fork a copy."
+                raise CheckpointCorrupt(problem)
+            if rank.run and not rank.root:
                 why = None if why_unusable is None else why_unusable(rank)
                 fork.unusable.update([why] if why else [])
                 _fork_rank(rank, said, rank_folder(folder, rank.number), why == "", fork)
@@ -204,14 +209,10 @@ def check_source(source: Path) -> None:
         )
 
 
-def _fork_rank(rank: RankFolder, said: str, folder: Path, keep_answers: bool, fork: Fork) -> None:
-    summary, commits = summarise(rank)
-    if summary.error is not None:
-        place = name_place(rank.root, rank.number)
-        raise CheckpointCorrupt(f"{place}: {summary.error} Nothing was forked: repair that first, or fork a copy.")
-    before = Forked.of(rank.identity) or Forked("")  # of the run that the other one was forked from
-    fingerprints = {**before.fingerprints, **_fingerprints(rank, commits.values())}
-    documents = Expected.read(rank.folder).documents
+def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fork: Fork) -> None:
+    before = Forked.of(rank.run) or Forked("")  # of the run that the other one was forked from
+    fingerprints = {**before.fingerprints, **_fingerprints(rank)}
+    documents = rank.expected.documents if rank.expected is not None else None
     documents = before.documents if documents is None else documents
     if documents is not None:
         fork.documents[rank.number] = documents
@@ -220,30 +221,26 @@ def _fork_rank(rank: RankFolder, said: str, folder: Path, keep_answers: bool, fo
     with _caches_of(rank):
         if keep_answers:
             _copy_cache(rank.folder, folder)
-    committed = [range(commit.first_ordinal, commit.next_ordinal) for commit in commits.values()]
+    committed = [range(commit.first_ordinal, commit.next_ordinal) for commit in rank.commits.values()]
     _keep_answers(folder, rank.folder / KEPT_ANSWERS if keep_answers else None, committed, fork.answers)
     settings = KEPT_SETTINGS if keep_answers else ("identity_version", "tasks")
-    fields = {name: rank.identity[name] for name in (*settings, RESHARDS) if name in rank.identity}
+    fields = {name: rank.run[name] for name in (*settings, RESHARDS) if name in rank.run}
     content = {**stamped(fields), FORKED: forked.to_json(), "owner": new_owner()}
     files.disk.replace(folder / RUN, sealed_json(content))
     fork.ranks += 1
     fork.positions += len(fingerprints)
 
 
-def _fingerprints(rank: RankFolder, commits: Iterable[Commit]) -> dict[int, str]:
-    found = {commit.next_ordinal - 1: commit.last_input for commit in commits if commit.counts.read}
-    for chunk_index in rank.journals():
-        known, _ = rank.documents_in_journal(chunk_index)
-        if known:
-            found[max(known)] = known[max(known)]
-    return {ordinal: text for ordinal, text in sorted(found.items()) if text}
+def _fingerprints(rank: RankLedger) -> dict[int, str]:
+    found = {commit.next_ordinal - 1: commit.last_input for commit in rank.commits.values() if commit.counts.read}
+    return {ordinal: text for ordinal, text in sorted((found | rank.ends).items()) if text}
 
 
 # answers -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _caches_of(rank: RankFolder) -> Iterator[None]:
+def _caches_of(rank: RankLedger) -> Iterator[None]:
     """Nobody writes to the rank's request cache inside the block. A finished rank has none, and stays finished.
 
     Raises:
@@ -315,3 +312,100 @@ def _count(result: bytes, sums: KeptAnswers) -> None:
     sums.requests += 1
     sums.prompt_tokens += usage.get("prompt_tokens") or 0
     sums.completion_tokens += usage.get("completion_tokens") or 0
+
+
+# the other run --------------------------------------------------------------------------------------------------------
+
+# The run that is forked: what it is now, and of which ranks the new run may use the answers.
+#
+# A rank's answers are usable if they were all received with the settings that the new run has. ``run.json`` of the rank
+# shows that: the settings of now, and the fields whose change the user accepted in the middle. No answer says with
+# which of two values it was received, so a rank with such a change keeps none. ``reshard`` moves answers to other
+# ranks, so after one a change of any rank counts for all of them.
+
+
+_MODEL = "model"
+"""A part of each final payload: an answer of another model is never used, and answers of two models never mixed up."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The other run.
+
+    Attributes:
+        settings: ``job.json``, or ``run.json`` of a rank that has started; of one that has not, if there is no other.
+        job: ``job.json``; empty if there is none, as in a copy of a mirror.
+        ranks: those that have a ``run.json``, without retries.
+        is_dealt_out: ``reshard`` has dealt out its input.
+    """
+
+    settings: Json
+    job: Json
+    ranks: list[RankLedger]
+    is_dealt_out: bool
+
+    @classmethod
+    def read(cls, checkpoints: Path, ranks: list[RankLedger]) -> Source:
+        """
+        Raises:
+            CheckpointCorrupt: ``job.json``, or ``run.json`` of a rank, cannot be read.
+        """
+        ranks = [rank for rank in ranks if not rank.root and _has_run(rank)]
+        job = read_run(checkpoints / JOB) if (checkpoints / JOB).exists() else {}
+        started = (rank.run for rank in ranks if not is_unstarted(rank.run))
+        first = ranks[0].run if ranks else {}
+        return cls(job or next(started, first), job, ranks, (checkpoints / SHARES).exists())
+
+    @property
+    def is_unstarted(self) -> bool:
+        """Whether it is a fork itself, and no rank of it has started."""
+        return is_unstarted(self.settings)
+
+    @property
+    def outputs(self) -> set[tuple[str, str]]:
+        """Folders and names of its output files, as all its ranks have them. See ``real_place``."""
+        runs = [self.job, *(rank.run for rank in self.ranks)]
+        found = {(str(run["output_folder"]), str(run.get("output_filename"))) for run in runs if "output_folder" in run}
+        return {(real_place(folder), name) for folder, name in found}
+
+    def why_unusable(self, new: RunIdentity | None) -> Callable[[RankLedger], str]:
+        """Tells of a rank why the new run cannot use its answers: "model_kwargs changed", for example; or "".
+
+        Args:
+            new: the new run; None: not known. Then the ranks must agree with the settings of now.
+        """
+        everywhere = _changed_midway(self.job, *(rank.run for rank in self.ranks)) if self.is_dealt_out else []
+
+        def why(rank: RankLedger) -> str:
+            names = self._differing(rank.run, new)
+            if names:
+                return f"{', '.join(names)} changed"
+            mixed = dict.fromkeys([*_changed_midway(rank.run), *everywhere])
+            return f"{', '.join(mixed)} changed in the middle of this run" if mixed else ""
+
+        return why
+
+    def _differing(self, kept: Json, new: RunIdentity | None) -> list[str]:
+        if new is None:
+            both = [name for name in ANSWERING if name in kept and name in self.settings]
+            return [name for name in both if not same_value(name, kept[name], self.settings[name])]
+        had_others = any(change.get("field") == _MODEL for change in kept.get("accepted_changes", []))
+        deciding = ANSWERING if had_others else (_MODEL, *ANSWERING)
+        return [change.field for change in compare(kept, new) if change.field in deciding]
+
+
+def _has_run(rank: RankLedger) -> bool:
+    if rank.damage is not None and not rank.run:
+        raise rank.damage
+    return bool(rank.run)
+
+
+def real_place(folder: str) -> str:
+    """A name that tells whether two folders are one: the absolute path without links, or the URL."""
+    return folder.rstrip("/") if "://" in folder else str(Path(folder).expanduser().resolve())
+
+
+def _changed_midway(*runs: Json) -> list[str]:
+    """The fields that decide about answers and that the user has changed in the middle."""
+    changed = {change.get("field") for run in runs for change in run.get("accepted_changes", [])}
+    return [name for name in ANSWERING if name in changed]

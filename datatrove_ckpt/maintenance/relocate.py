@@ -24,19 +24,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, RunClaim, read_run, records
-from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN, last_chunk_file, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import (
+    JOB,
+    LOCK,
+    RUN,
+    is_finished,
+    last_chunk_file,
+    rank_folder,
+    rank_numbers,
+    retry_folders,
+)
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, seal
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
-from datatrove_ckpt.maintenance.findings import Problem, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder
-from datatrove_ckpt.maintenance.repair_plan import recorded_folders
+from datatrove_ckpt.maintenance.repair import recorded_folders
+from datatrove_ckpt.maintenance.verify import Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFile
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
@@ -65,7 +74,7 @@ class Relocation:
     report: Report
     where: str
     old: list[str]
-    ranks: list[RankFolder] = field(default_factory=list)
+    ranks: list[RankLedger] = field(default_factory=list)
     obstacles: list[Problem] = field(default_factory=list)
     others: list[Problem] = field(default_factory=list)
     not_started: list[int] = field(default_factory=list)
@@ -108,7 +117,7 @@ def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
     for rank in report.ranks:
         if rank.key in damaged:
             continue
-        folder = rank.identity.get(FOLDER)  # a rank of a fork has none before its first start
+        folder = rank.run.get(FOLDER)  # a rank of a fork has none before its first start
         if folder not in (None, where):
             named[str(folder)] = None
             plan.ranks.append(rank)
@@ -142,7 +151,7 @@ def carry_out(plan: Relocation) -> None:
     """
     report = plan.report
     for rank in plan.ranks:
-        if rank.holder() is not None:
+        if files.lock_holder(rank.folder / LOCK) is not None:
             files.Lock(rank.folder / LOCK).release()  # raises, and says who works on the rank
         _check_unchanged(rank)
     listed = report.hub.files() if report.hub is not None else {}
@@ -155,13 +164,13 @@ def carry_out(plan: Relocation) -> None:
 
 
 @contextmanager
-def _locked(rank: RankFolder) -> Iterator[None]:
+def _locked(rank: RankLedger) -> Iterator[None]:
     """Holds the rank's lock. Not of a finished rank: a lock file that a kill leaves there would call it unfinished.
 
     Raises:
         CheckpointLocked: a process works on the rank.
     """
-    if rank.is_finished:
+    if is_finished(rank.folder):
         yield
         return
     lock = files.Lock(rank.folder / LOCK)
@@ -171,15 +180,15 @@ def _locked(rank: RankFolder) -> Iterator[None]:
         lock.release()
 
 
-def _check_unchanged(rank: RankFolder) -> None:
-    if read_run(rank.folder / RUN) != rank.identity:
+def _check_unchanged(rank: RankLedger) -> None:
+    if read_run(rank.folder / RUN) != rank.run:
         raise CheckpointMismatch(
             f"{rank.folder} was changed by a run while its output was read. Stop the run, and relocate again."
         )
 
 
-def _move(rank: RankFolder, where: str, listed: dict[str, HubFile]) -> None:
-    commits = rank.commits()
+def _move(rank: RankLedger, where: str, listed: dict[str, HubFile]) -> None:
+    commits = read_commits(rank.commits_file)
     hashed = {index: _with_hashes(commit, listed) for index, commit in commits.items()}
     if hashed != commits:
         files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in hashed.values()))
@@ -267,12 +276,7 @@ def ranks_of_another_number(report: Report) -> list[Problem]:
 
 def _runs(report: Report) -> dict[int, Json]:
     """``run.json`` of each rank, without retries, that can be read."""
-    found = {}
-    for rank in report.ranks:
-        with suppress(CheckpointError):
-            if not rank.root and rank.identity:
-                found[rank.number] = rank.identity
-    return found
+    return {rank.number: rank.run for rank in report.ranks if rank.run and not rank.root}
 
 
 def _traces(report: Report, numbers: list[int]) -> Iterator[tuple[int, str]]:

@@ -23,28 +23,29 @@ size. The lock file stays: it marks the rank as unfinished.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits, read_last_chunk, read_whole_commits
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
-from datatrove_ckpt.checkpoint.layout import LOCK
+from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
+from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
-from datatrove_ckpt.errors import CheckpointMismatch, OutputFailed
-from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder
-from datatrove_ckpt.maintenance.rebuild import Rebuild, correct_last_chunk, replace_log
-from datatrove_ckpt.maintenance.repair_plan import Plan, Redo, letters_of, recorded_folders
-from datatrove_ckpt.output.hub_commits import remove_files
-from datatrove_ckpt.retrying import failure_line, file_system_call
+from datatrove_ckpt.checkpoint.recovery import write_last_chunk
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
+from datatrove_ckpt.formatting import number_range, plural
+from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
+from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.removal import remove_file, remove_output
 
 _BLOCK = 1 << 20
 
@@ -78,15 +79,15 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
             _take_back(redo)
         # The next run may choose other names, from metadata for example.
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
-        _remove_output(report, [name for name in names if name not in keep])
+        remove_output(report.folder, [name for name in names if name not in keep])
 
 
-def _claim(rank: RankFolder) -> RunClaim:
+def _claim(rank: RankLedger) -> RunClaim:
     return RunClaim(rank.folder, RunIdentity(rank.settings))
 
 
 def _check_unchanged(redo: Redo) -> None:
-    commits = redo.rank.commits()
+    commits = read_commits(redo.rank.commits_file)
     if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
         raise CheckpointMismatch(
             f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
@@ -100,7 +101,7 @@ def _rebuild(plan: Rebuild) -> None:
     replace_log(plan)
 
 
-def _expect_only(rank: RankFolder, chunks: list[int]) -> None:
+def _expect_only(rank: RankLedger, chunks: list[int]) -> None:
     """From here on a run accepts a log with the commits of these chunks only."""
     _claim(rank).take(len(chunks))
     correct_last_chunk(rank.last_chunk_file, chunks)
@@ -108,17 +109,9 @@ def _expect_only(rank: RankFolder, chunks: list[int]) -> None:
 
 def _remove_marker(logging_dir: str, number: int) -> None:
     folder, name = get_datafolder(logging_dir), f"completions/{number:05d}"
-    _remove(folder, name)
+    remove_file(folder, name)
     if folder.is_local():
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
-
-
-def _remove_output(report: Report, names: list[str]) -> None:
-    if report.hub is not None:
-        remove_files(report.hub, names)
-        return
-    for name in names:
-        _remove(report.folder, name)
 
 
 def _take_back(redo: Redo) -> None:
@@ -126,7 +119,7 @@ def _take_back(redo: Redo) -> None:
     if not redo.commits:
         return
     to_redo = {commit.chunk_index for commit in redo.commits}
-    commits = rank.commits()
+    commits = read_commits(rank.commits_file)
     kept = [commit for index, commit in commits.items() if index not in to_redo]
     letters_end = max((commit.dead_letters_size for commit in kept if commit.counts.dead), default=0)
     ranges = [letters_of(commits.values(), index) for index in to_redo if commits[index].counts.dead]
@@ -168,7 +161,7 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
             at += len(block)
 
 
-def _replace_commits(rank: RankFolder, commits: dict[int, Commit], to_redo: set[int], letters_end: int) -> None:
+def _replace_commits(rank: RankLedger, commits: dict[int, Commit], to_redo: set[int], letters_end: int) -> None:
     """Writes the log without the commits to take back, and without their dead letters at the end of that file."""
     lines = []
     for line, commit in zip(read_lines(rank.commits_file), commits.values(), strict=True):
@@ -182,15 +175,315 @@ def _replace_commits(rank: RankFolder, commits: dict[int, Commit], to_redo: set[
     files.disk.replace(rank.commits_file, b"".join(lines))
 
 
-def _remove(folder: Any, name: str) -> None:
-    if folder.is_local():
-        files.disk.remove(Path(folder.resolve_paths(name)))
-        return
+# the plan -------------------------------------------------------------------------------------------------------------
+
+# Decides what ``repair`` will do and what it leaves alone. Changes nothing.
+#
+# A run fills a chunk up to records_per_chunk documents, or to the end of the input. So chunks can be redone if the
+# redone chunks end exactly where the next chunk starts. They do not for a short last chunk after which the input grew,
+# or if records_per_chunk was changed in between: then the rank must start over.
+
+
+@dataclass
+class Redo:
+    """The chunks that one rank must redo. ``commits``: those to take back; ``lost``: chunks without a commit."""
+
+    rank: RankLedger
+    commits: list[Commit] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.rank.key
+
+    def describe(self) -> Iterator[str]:
+        for commit in self.commits:
+            what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
+            if commit.counts.dead:
+                what += f", {plural(commit.counts.dead, 'dead letter')} among them"
+            names = ", ".join(file.path for file in commit.files)
+            yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
+        for index in self.lost:
+            yield f"{name_place(*self.key, index)}: mark it as not done"
+        if self.rank.run.get("accepted_changes"):
+            yield f"{self.rank.place}: its settings were changed (accept_changes); the new ones will be used"
+
+
+@dataclass
+class Plan:
+    """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
+
+    rebuild: list[Rebuild] = field(default_factory=list)
+    redo: list[Redo] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    markers: list[int] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[RankLedger]:
+        """The ranks that are changed."""
+        return [*(rebuild.rank for rebuild in self.rebuild), *(redo.rank for redo in self.redo)]
+
+    def describe(self, logging_dir: str | None) -> Iterator[str]:
+        for rebuild in self.rebuild:
+            yield from rebuild.describe()
+        for redo in self.redo:
+            yield from redo.describe()
+        for number in self.markers:
+            yield f"rank {number}: remove {logging_dir}/completions/{number:05d}, so that the executor runs it again"
+
+
+def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
+    """The plan that follows from a report. Changes nothing.
+
+    Args:
+        logging_dir: the executor's; completion markers of the ranks to redo are removed there.
+    """
+    plan = Plan()
+    concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
+    others = []
+    for problem in report.problems:
+        if problem.kind == "commits" and _plan_rebuild(plan, report, problem):
+            continue
+        if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
+            concerned[problem.root, problem.rank or 0].append(problem)
+        else:
+            others.append(problem)
+    shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
+    for rank in report.ranks:
+        if rank.key in concerned:
+            _plan_rank(plan, rank, concerned[rank.key], shared)
+    redone = {(*redo.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
+    plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
+    if logging_dir is not None:
+        plan.markers = list(_markers(plan, report, logging_dir))
+    return plan
+
+
+def check_output_folder(report: Report) -> None:
+    """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
+
+    Raises:
+        ConfigError: ``run.json`` names another output folder, which exists.
+    """
+    for recorded in sorted(recorded_folders(report)):
+        if stands_elsewhere(recorded, report.folder):
+            raise ConfigError(
+                f"--output {report.output}: the output of {report.checkpoints} is in {recorded}, as its run.json says, "
+                "and that folder still exists. Nothing was changed. Leave --output out to repair the files there. If "
+                f"they were all moved to {report.output}, first remove or rename {recorded}."
+            )
+
+
+def recorded_folders(report: Report) -> set[str]:
+    """The output folders that the ranks name; not those of ranks whose ``run.json`` is damaged."""
+    known = (rank.run for rank in report.ranks if rank.run or rank.damage is None)
+    return {str(run.get("output_folder") or report.output) for run in known}
+
+
+def _plan_rebuild(plan: Plan, report: Report, problem: Problem) -> bool:
+    rank = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
+    found = plan_rebuild(rank)
+    if isinstance(found, str):
+        plan.left.append(f"{rank.place}: its commits cannot be rebuilt: {found}")
+        return False
+    plan.rebuild.append(found)
+    return True
+
+
+def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
+    # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
+    keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
+    folder = get_datafolder(logging_dir)
+    folder.invalidate_cache()
+    for number in sorted(number for root, number in keys if not root):
+        if folder.isfile(f"completions/{number:05d}"):
+            yield number
+
+
+def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]) -> None:
+    commits = read_commits(rank.commits_file)
+    to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
+    for commit in commits.values():
+        if commit.chunk_index in to_redo and (obstacle := _obstacle(rank, commits, commit, shared)):
+            to_redo.discard(commit.chunk_index)
+            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
+    kept = {index: commit for index, commit in commits.items() if index not in to_redo}
+    redo = Redo(rank)
+    lost = any(problem.kind == "lost" for problem in problems)
+    for chunks, fits in _holes(rank, commits, kept):
+        if fits:
+            redo.commits += [commits[index] for index in chunks if index in commits]
+            redo.lost += [index for index in chunks if lost and index not in commits and index < max(commits)]
+            continue
+        plan.left += [
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew or "
+            "records_per_chunk changed, and would not end where the next chunk starts. Start this rank over: remove "
+            f"{rank.folder} and its output."
+            for index in chunks
+        ]
+    if redo.commits or redo.lost:
+        plan.redo.append(redo)
+
+
+def _obstacle(rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
+    if any(file.path in shared for file in commit.files):
+        return "another commit names the same output file, which would be overwritten."
+    if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
+        return f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from a copy."
+    return None
+
+
+def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
+    """Start and end of a commit's dead letters in their file, in bytes. They are in the order of the commits."""
+    start = end = 0
+    for commit in commits:
+        start, end = end, commit.dead_letters_size
+        if commit.chunk_index == chunk_index:
+            break
+    return start, end
+
+
+def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
+    """Whether the commit's dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
+    start, end = letters_of(commits.values(), commit.chunk_index)
+    if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
+        return True
+    first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
+    last = b"".join(rank.dead_letters(end - 1, end))
+    starts_whole = not start or first in (b"\n", b" ")
+    return starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
+
+
+def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
+    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they must."""
+    per_chunk = rank.run.get("records_per_chunk") or 0
+    ordinal = expected = 0
+    for index in sorted(kept):
+        if index > expected:
+            chunks = range(expected, index)
+            yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
+        expected, ordinal = index + 1, kept[index].next_ordinal
+    chunks = range(expected, max(commits, default=-1) + 1)
+    if chunks:
+        # After the last commit to keep, only journals limit where redone chunks may end.
+        journals = max(journal_indices(rank.folder), default=-1)
+        yield chunks, all(commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals)
+
+
+# damaged logs ---------------------------------------------------------------------------------------------------------
+
+# Rebuilds a damaged commit log from the commits that it still proves: each whole line has a checksum.
+#
+# A commit is kept if the chunks before it, where they must be processed again, end where it starts. The other chunks
+# are processed again by the next run, which writes their output files again. Their dead letters are overwritten with
+# spaces (see ``repair``), because the redone chunks append them again.
+#
+# The effects on one rank, after the first two of ``repair``. After a crash between them, ``repair`` or a run continues:
+#
+#     1. overwrite lost dead letters with spaces
+#     2. correct run.json and last_chunk         they say how many commits there were
+#     3. copy the damaged log; replace commits.jsonl
+
+
+_NAMED_ONE_BY_ONE = 20
+
+
+@dataclass
+class Rebuild:
+    """What to make of a rank's damaged log. ``kept``: in the order of the lines. ``lost``: chunks to process again."""
+
+    rank: RankLedger
+    kept: list[Commit] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    letters: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of bytes in the dead letters file that belong to lost commits."""
+
+    def describe(self) -> Iterator[str]:
+        place = self.rank.place
+        yield (
+            f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
+            "proved; all other chunks are processed again, and their requests are paid again"
+        )
+        if len(self.lost) > _NAMED_ONE_BY_ONE:
+            yield f"{place}: mark chunks {number_range(self.lost[0], self.lost[-1] + 1)} as not done"
+            return
+        for index in self.lost:
+            yield f"{name_place(*self.rank.key, index)}: mark it as not done"
+
+
+def plan_rebuild(rank: RankLedger) -> Rebuild | str:
+    """What to do with a rank whose log is damaged, or why nothing can be done."""
     try:
-        with file_system_call():
-            folder.rm_file(name)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        where = folder.resolve_paths(name)
-        raise OutputFailed(f"{where} could not be removed: {failure_line(error)}. Repair again.") from error
+        whole = read_whole_commits(rank.commits_file)
+        last = read_last_chunk(rank.last_chunk_file)
+        per_chunk = rank.run.get("records_per_chunk") or 0
+    except CheckpointError as error:
+        return str(error)
+    # The order in which they were written: the size only grows, and only by a commit with dead letters.
+    whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
+    fitting = _fitting(whole, per_chunk)
+    plan = Rebuild(rank, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
+    top = max(-1 if last is None else last, *(commit.chunk_index for commit in whole), -1)
+    plan.lost = [index for index in range(top + 1) if index not in fitting]
+    end = 0
+    for commit in plan.kept:
+        foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
+        if foreign < 0:
+            return (
+                f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore that file."
+            )
+        if foreign:
+            plan.letters.append((end, _end_of_letter(rank, end, commit.dead_letters_size, foreign)))
+        end = commit.dead_letters_size
+    return plan
+
+
+def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
+    """The commits that can be kept, by chunk index: those before the first one that does not start where it must."""
+    found: dict[int, Commit] = {}
+    for commit in whole:
+        found.setdefault(commit.chunk_index, commit)
+    kept: dict[int, Commit] = {}
+    expected = ordinal = 0
+    for index, commit in sorted(found.items()):
+        if commit.first_ordinal != ordinal + (index - expected) * per_chunk:
+            break
+        kept[index] = commit
+        expected, ordinal = index + 1, commit.next_ordinal
+    return kept
+
+
+def _end_of_letter(rank: RankLedger, start: int, end: int, number: int) -> int:
+    """The offset after the ``number``-th dead letter between two offsets."""
+    at = start
+    for block in rank.dead_letters(start, end):
+        if (lines := block.count(b"\n")) < number:
+            number -= lines
+            at += len(block)
+            continue
+        offset = -1
+        for _ in range(number):
+            offset = block.index(b"\n", offset + 1)
+        return at + offset + 1
+    return at
+
+
+def replace_log(plan: Rebuild) -> None:
+    """Step 3."""
+    path = plan.rank.commits_file
+    if path.exists():
+        with explained("read", path):
+            data = path.read_bytes()
+        names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+        files.disk.replace(next(name for name in names if not name.exists()), data)
+    files.disk.replace(path, b"".join(seal(commit.to_json()) for commit in plan.kept))
+
+
+def correct_last_chunk(path: Path, commits: list[int]) -> None:
+    """Writes what the file for people must name once these commits are all there are. Survives power loss."""
+    if unbroken := count_unbroken(commits):
+        files.disk.make_dirs(path.parent)
+        write_last_chunk(path, unbroken - 1)
+    elif path.exists():
+        files.disk.remove(path)
+        files.disk.sync_dir(path.parent)

@@ -1,22 +1,27 @@
 """RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
 
-    where.py          WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
-    rank_state.py     the files of one rank -> RankState
-    judge.py          which ranks are slow, silent, stuck or failed, and why
-    read_state.py     all ranks -> RunState; start reading here
+    where.py                 WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
+    checkpoint/ledger.py     the files of one rank -> RankLedger
+    read_state.py            ledgers -> RankStates, and what is wrong with them -> RunState; start reading here
 
 Times are Unix seconds, durations seconds, rates per second. None means: not known.
 """
 
 from __future__ import annotations
 
+import copy
+import datetime
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
+import orjson
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
+from datatrove_ckpt.checkpoint.lines import Json
 
 State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
 """What a rank does now.
@@ -43,85 +48,80 @@ Trouble = Literal[
     unfinished    it is not finished, and no rank of the run goes on
 """
 
-OTHERS = "others"
-"""The causes of dead letters that are too many to be named, in one."""
 
-
-@dataclass(slots=True)
-class AttemptSummary:
-    """One start of a rank until its end. The rank's history has the whole of it.
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What is known of a rank, and added up over ranks.
 
     Attributes:
-        number: from 1.
-        started, last_seen: times of its first and last line.
-        ended: time of its end line; None: it still runs, or ended without a word.
-        why: "done", "stopped", "error", or "" if there is no end line.
-        what: what stopped it, or the error.
-        without_a_word: it ended, and no line says so.
-        in_flight: requests in flight at its last line.
-        documents: done at its last line, over all attempts; None: it has no such line.
-        own: of these, those that this attempt finished.
+        counts, chunks, files: what is committed.
+        unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
+        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
+        position: how much of the input is done; not known of a share that the rank has not begun with.
+        work: what all attempts did, as of the last line of the history.
+        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
+            again, and their answers may have been paid for.
+        rates: of the last minutes, while it runs.
+        in_flight, waiting: requests at the last line, while it runs.
+        as_of: time of that line; also if the last attempt ended without a word. Of several ranks, the oldest of those
+            that run, or of the others if none does.
+        time_left: at the present rate; None if the end of the input is not known, or nothing runs.
+        dead_letters: by cause; no more than were read.
     """
 
-    number: int
-    started: float
-    last_seen: float
-    ended: float | None = None
-    why: str = ""
-    what: str = ""
-    host: str = ""
-    pid: int | None = None
-    slurm_job: str | None = None
-    version: str = ""
-    without_a_word: bool = False
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    files: int = 0
+    unfinished_chunks: int = 0
+    exact: bool = True
+    position: InputPosition = field(default_factory=InputPosition)
+    work: WorkCounts = field(default_factory=WorkCounts)
+    lost_in_flight: int = 0
+    rates: Rates = field(default_factory=Rates)
     in_flight: int = 0
-    documents: int | None = None
-    own: int = 0
+    waiting: int = 0
+    as_of: float | None = None
+    time_left: float | None = None
+    dead_letters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def documents(self) -> int:
+        """Documents that are done, committed or not."""
+        return self.counts.read + self.unfinished.read
+
+    @property
+    def done(self) -> DocumentCounts:
+        """The same by outcome, with their requests, tokens and answers."""
+        return sum_counts((self.counts, self.unfinished))
+
+    def add(self, other: Sums) -> None:
+        """Adds all but position, rates and times."""
+        self.counts.add(other.counts)
+        self.unfinished.add(other.unfinished)
+        self.work = self.work.plus(other.work)
+        self.dead_letters.update(other.dead_letters)
+        self.exact = self.exact and other.exact
+        for name in ("chunks", "files", "unfinished_chunks", "lost_in_flight", "in_flight", "waiting"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
-class Rates:
-    """Per second."""
-
-    documents: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    input: float = 0.0
-    """In the input's unit."""
-
-    def add(self, other: Rates, factor: float = 1.0) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
-
-
-@dataclass(slots=True)
-class RankState:
+class RankState(Sums):
     """One rank.
 
     Attributes:
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
         trouble, reason: why it needs attention; None and "" if it does not.
-        counts, chunks, files: what is committed.
-        unfinished: the documents in journals of chunks that are not committed, by ``journals``.
-        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
         reshards: how many times the input was dealt out anew.
-        position: how much of its input is done; not known of a share that it has not begun with.
-        work: what all its attempts did, as of the last line of the history.
-        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
-            again, and their answers may have been paid for.
-        rates: of the last minutes, while it runs. ``has_rate``: of five minutes at least, so that it can be compared.
+        has_rate: ``rates`` are of five minutes at least, so that they can be compared.
         seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
-        in_flight, waiting: requests at its last line, while it runs.
-        as_of: time of that line; also if its last attempt ended without a word.
-        dead_letters: by cause; no more than were read.
         attempts: those that the history still names.
         number_of_attempts: all of them.
         last_word: time of the last change of any of its files.
         last_change: of its journals and commits, if it runs, or its last attempt ended without a word; else 0.
-        time_left: of this rank, at its present rate.
         holder: host and pid of the process that has its lock.
         is_copy: read from a mirror, where locks cannot be seen.
     """
@@ -132,42 +132,17 @@ class RankState:
     state: State
     trouble: Trouble | None = None
     reason: str = ""
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
-    chunks: int = 0
-    files: int = 0
-    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
-    journals: int = 0
-    exact: bool = True
     reshards: int = 0
-    position: InputPosition = field(default_factory=InputPosition)
-    work: WorkCounts = field(default_factory=WorkCounts)
-    lost_in_flight: int = 0
-    rates: Rates = field(default_factory=Rates)
     has_rate: bool = False
     seconds: float = 0.0
     downtime: float = 0.0
-    in_flight: int = 0
-    waiting: int = 0
-    as_of: float | None = None
-    dead_letters: Counter[str] = field(default_factory=Counter)
     attempts: list[AttemptSummary] = field(default_factory=list)
     number_of_attempts: int = 0
     last_word: float | None = None
     last_change: float = 0.0
     last_commit: float | None = None
-    time_left: float | None = None
     holder: dict[str, Any] | None = None
     is_copy: bool = False
-
-    @property
-    def documents(self) -> int:
-        """Documents that are done, committed or not."""
-        return self.counts.read + self.unfinished.read
-
-    @property
-    def requests(self) -> int:
-        """Requests of documents that are done."""
-        return self.counts.requests + self.unfinished.requests
 
     @property
     def goes_on(self) -> bool:
@@ -180,7 +155,7 @@ class RankState:
     def work_is_at_least(self) -> bool:
         """Whether the history does not say all that was sent: it is older than the files, or ends without a word."""
         silent = any(attempt.without_a_word for attempt in self.attempts)
-        return silent or self.work.sent + self.work.cached < self.requests
+        return silent or self.work.sent + self.work.cached < self.counts.requests + self.unfinished.requests
 
     @property
     def attempt(self) -> AttemptSummary | None:
@@ -189,57 +164,28 @@ class RankState:
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(Sums):
     """Sums over the ranks of a run, or over its retries of dead letters.
 
     Attributes:
+        total_is_estimated: the input of ranks that are not started is taken to be as large as the mean of the others'.
         average: documents and so on for each second in which at least one rank worked.
         working_seconds: the number of these seconds.
-        time_left: None if the end of the input is not known, or nothing runs. Without the work of ``halted`` ranks.
-        halted: ranks that are started and do not go on, if there is a time left.
+        halted: ranks that are started and do not go on, if there is a time left, which is without their work.
         not_started: ranks that have no folder.
         attempts_without_a_word: among ``attempts``.
-        as_of: when the oldest of the lines was written that tell where the ranks that run stand; if none runs, those
-            whose last attempt ended without a word.
     """
 
     states: Counter[str] = field(default_factory=Counter)
     not_started: int = 0
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
-    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
-    chunks: int = 0
-    files: int = 0
-    unfinished_chunks: int = 0
-    position: InputPosition = field(default_factory=InputPosition)
     total_is_estimated: bool = False
-    """The input of ranks that are not started is taken to be as large as the mean of the others'."""
-    work: WorkCounts = field(default_factory=WorkCounts)
     work_is_at_least: bool = False
-    lost_in_flight: int = 0
-    rates: Rates = field(default_factory=Rates)
     average: Rates = field(default_factory=Rates)
     working_seconds: float = 0.0
-    time_left: float | None = None
     halted: int = 0
-    in_flight: int = 0
-    waiting: int = 0
-    dead_letters: Counter[str] = field(default_factory=Counter)
     attempts: int = 0
     attempts_without_a_word: int = 0
     started: float | None = None
-    exact: bool = True
-    as_of: float | None = None
-
-    @property
-    def done(self) -> DocumentCounts:
-        """Documents that are done, committed or not."""
-        found = replace(self.counts)
-        found.add(self.unfinished)
-        return found
-
-    @property
-    def documents(self) -> int:
-        return self.counts.read + self.unfinished.read
 
 
 @dataclass(slots=True)
@@ -283,12 +229,14 @@ class RunState:
     @property
     def together(self) -> Totals:
         """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
-        own, again = self.totals, self.retried
-        counts = replace(own.counts)
-        counts.add_retry(again.counts)
-        sums = {name: getattr(own, name) + getattr(again, name) for name in _TOGETHER}
-        at_least = own.work_is_at_least or again.work_is_at_least
-        return replace(own, counts=counts, work=own.work.plus(again.work), work_is_at_least=at_least, **sums)
+        found, again = copy.deepcopy(self.totals), self.retried
+        found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
+        found.counts.read -= again.counts.read
+        found.counts.dead -= again.counts.read
+        found.work_is_at_least = found.work_is_at_least or again.work_is_at_least
+        found.attempts += again.attempts
+        found.attempts_without_a_word += again.attempts_without_a_word
+        return found
 
     @property
     def troubled(self) -> list[RankState]:
@@ -313,5 +261,160 @@ class RunState:
         return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
 
 
-_TOGETHER = ("chunks", "files", "attempts", "attempts_without_a_word", "lost_in_flight", "in_flight", "waiting")
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
+
+
+# as JSON --------------------------------------------------------------------------------------------------------------
+
+# ``RunState`` as the JSON of ``status --json``, which ``status.schema.json`` describes (see docs/status.md).
+#
+# ``report`` shows the same figures. Times are ISO 8601 in UTC, and null if they are not known.
+
+
+VERSION = 1
+"""Of the JSON. New keys may come without a new version."""
+SCHEMA = Path(__file__).with_name("status.schema.json")
+
+
+def to_json(state: RunState) -> Json:
+    """The whole run."""
+    return {
+        "version": VERSION,
+        "what": state.what,
+        "is_copy": state.is_copy,
+        "read_at": _time(state.read_at),
+        "newest_at": _time(state.newest),
+        "age_seconds": None if state.newest is None else round(max(0.0, state.read_at - state.newest), 3),
+        "is_finished": state.is_finished,
+        "delivered": _counts(state.together.counts),
+        "totals": _totals(state.totals, state.tasks),
+        "retried": _totals(state.retried, 0) if state.retries else None,
+        "not_started": state.missing,
+        "gone": state.gone,
+        "foreign": state.foreign,
+        "refusal": state.refusal,
+        "attention": [_trouble(rank) for rank in state.troubled],
+        "ranks": [_rank(rank) for rank in (*state.ranks, *state.retries)],
+    }
+
+
+def dump(content: Json, indent: bool = True) -> bytes:
+    """As text."""
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None)
+
+
+def _totals(totals: Totals, tasks: int) -> Json:
+    return {
+        "tasks": tasks or None,
+        "states": dict(sorted(totals.states.items())),
+        "not_started": totals.not_started,
+        **_sums(totals, totals.work_is_at_least),
+        "input": _input(totals.position) | {"total_is_estimated": totals.total_is_estimated},
+        "average": _rates(totals.average),
+        "working_seconds": round(totals.working_seconds, 3),
+        "attempts": totals.attempts,
+        "attempts_without_a_word": totals.attempts_without_a_word,
+        "started_at": _time(totals.started),
+    }
+
+
+def _rank(rank: RankState) -> Json:
+    return {
+        "root": rank.root,
+        "rank": rank.rank,
+        "state": rank.state,
+        "trouble": rank.trouble,
+        "reason": rank.reason,
+        **_sums(rank, rank.work_is_at_least),
+        "input": _input(rank.position),
+        "seconds": round(rank.seconds, 3),
+        "downtime_seconds": round(rank.downtime, 3),
+        "attempts": rank.number_of_attempts,
+        "attempt": None if rank.attempt is None else _attempt(rank.attempt),
+        "attempts_without_a_word": [one.number for one in rank.attempts if one.without_a_word],
+        "last_word_at": _time(rank.last_word),
+        "last_commit_at": _time(rank.last_commit),
+        "holder": rank.holder,
+    }
+
+
+def _sums(sums: Sums, work_is_at_least: bool) -> Json:
+    return {
+        "documents": sums.documents,
+        "committed": _counts(sums.counts),
+        "unfinished": _counts(sums.unfinished),
+        "exact": sums.exact,
+        "chunks": sums.chunks,
+        "unfinished_chunks": sums.unfinished_chunks,
+        "work": _work(sums.work, sums.lost_in_flight, work_is_at_least),
+        "rates": _rates(sums.rates),
+        "time_left_seconds": _seconds(sums.time_left),
+        "as_of": _time(sums.as_of),
+        "in_flight": sums.in_flight,
+        "waiting": sums.waiting,
+        "dead_letters": dict(sums.dead_letters.most_common()),
+    }
+
+
+def _trouble(rank: RankState) -> Json:
+    return {"root": rank.root, "rank": rank.rank, "trouble": rank.trouble, "reason": rank.reason}
+
+
+_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
+
+
+def _counts(counts: DocumentCounts) -> Json:
+    return {name: max(0, getattr(counts, name)) for name in _COUNTS}  # asdict takes ten times as long
+
+
+def _work(work: WorkCounts, lost_in_flight: int, is_at_least: bool) -> Json:
+    numbers = {name: getattr(work, name) for name in _WORK}
+    return {**numbers, "lost_in_flight": lost_in_flight, "errors": work.errors, "is_at_least": is_at_least}
+
+
+_WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
+
+
+def _input(position: InputPosition) -> Json:
+    share = position.share
+    return {
+        "done": position.done,
+        "total": position.total,
+        "unit": position.unit,
+        "share": None if share is None else round(share, 6),
+    }
+
+
+def _rates(rates: Rates) -> Json:
+    return {name: round(value, 6) for name, value in asdict(rates).items()} if rates != _NOTHING else _ZEROS.copy()
+
+
+_NOTHING = Rates()
+_ZEROS = asdict(_NOTHING)
+
+
+def _attempt(attempt: AttemptSummary) -> Json:
+    return {
+        "number": attempt.number,
+        "started_at": _time(attempt.started),
+        "last_seen_at": _time(attempt.last_seen),
+        "ended_at": _time(attempt.ended),
+        "why": attempt.why,
+        "what": attempt.what,
+        "host": attempt.host,
+        "pid": attempt.pid,
+        "slurm_job": attempt.slurm_job,
+        "version": attempt.version,
+        "without_a_word": attempt.without_a_word,
+        "in_flight": attempt.in_flight,
+    }
+
+
+def _seconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _time(at: float | None) -> str | None:
+    if at is None:
+        return None
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="milliseconds")

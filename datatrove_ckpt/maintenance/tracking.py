@@ -22,10 +22,10 @@ import orjson
 from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, parse_history
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import find_ranks
 from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.config.monitoring import MonitoringConfig, TrackedJob
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance.inspect import no_checkpoint
 from datatrove_ckpt.maintenance.where import Place, runner_arguments
 
 POINT_SECONDS = 60.0
@@ -453,15 +453,13 @@ def job_of(place: Place) -> TrackedJob:
     """
     with suppress(FileNotFoundError, TypeError, ValueError):  # or damaged, or of a later version
         return TrackedJob(**orjson.loads((place.folder / TRACKING).read_bytes()))
-    folder, found = place.folder, runner_arguments(place.config)
-    ranks = rank_numbers(folder) if folder.is_dir() else []
-    if not ranks:
-        raise no_checkpoint(folder)
+    found = runner_arguments(place.config)
+    _, _, first = find_ranks(place.folder)[0]
     config = MonitoringConfig(**(found.get("monitoring") or {}))
     if not config.wants_tracking:
         raise ConfigError(
             f"{place.what}: no run was started there with monitoring.mlflow_uri or monitoring.wandb_project. Of a "
             "mirror, give the YAML file of the run."
         )
-    run = settings_in(read_run(rank_folder(folder, ranks[0]) / RUN))
+    run = settings_in(read_run(first / RUN))
     return config.tracked_job(Path(found["checkpoints_local_dir"]).absolute(), run, {})

@@ -7,7 +7,6 @@ The kinds of problems:
     columns                     (full) a Parquet file does not load with the first one of its folder, or as text
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
-    twice                       a document is in a chunk, and a retry took it as a dead letter of this chunk
     foreign                     no commit names a file in the output folder
     lost                        no commit covers these documents, though the rank is finished or later chunks follow
     overlap                     two commits cover these documents
@@ -18,7 +17,7 @@ The kinds of problems:
     output                      the output folder, or a file in it, cannot be read
     config                      the YAML file that was given is not that of this run (found by the command)
 
-``repair`` redoes the chunks with problems of the first two lines and of ``twice``, and rebuilds ``commits``.
+``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
 
 Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
 """
@@ -26,31 +25,53 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from posixpath import dirname
-from typing import Any
+from typing import Any, cast
 
 import orjson
+import xxhash
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import Commit, repair_command
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import is_unstarted
-from datatrove_ckpt.checkpoint.identity import describe_alike, read_run, without_code
+from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.layout import JOB, RESHARD_PLAN, RUN, SHARES, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.layout import (
+    JOB,
+    NOTHING_PUBLISHED,
+    OTHERS_FILES,
+    RESHARD_PLAN,
+    RUN,
+    SHARES,
+    rank_folder,
+)
+from datatrove_ckpt.checkpoint.ledger import (
+    CHECKED,
+    RankLedger,
+    Want,
+    name_place,
+    read_rank,
+    read_ranks,
+)
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
-from datatrove_ckpt.checkpoint.setting_values import comparable, same_value
-from datatrove_ckpt.errors import CheckpointError, ConfigError
+from datatrove_ckpt.checkpoint.setting_values import comparable
+from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
-from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
-from datatrove_ckpt.maintenance.inspect import RankFolder, RankStatus, find_ranks, summarise
-from datatrove_ckpt.maintenance.retried import delivered_twice
-from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
-from datatrove_ckpt.output.formats import is_known
+from datatrove_ckpt.output.formats import format_of_file, is_known
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
+from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
 
 def verify(
@@ -71,23 +92,24 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    ranks = find_ranks(checkpoints)
-    path = output or _output_folder(ranks, planned, given)
     command = f"{repair_command(given or checkpoints, output=output)}{' --full' if full else ''}"
-    report = Report(checkpoints, path, get_datafolder(path), command, ranks)
-    for rank in ranks:
+    report = Report(checkpoints, command)
+    for rank in read_ranks(checkpoints, CHECKED):
+        report.ranks.append(rank)
         _check_rank(report, rank)
+        rank.commits = {}  # there may be millions
+    report.output = output or _output_folder(report.ranks, planned, given)
+    report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_number_of_ranks(report)
-    _check_retries(report)
     check_output(report, full, folder_is_given=output is not None)
     if full:
         check_columns(report)
     return report
 
 
-def _output_folder(ranks: list[RankFolder], planned: str | None, given: str | None) -> str:
-    runs = [run for rank in ranks if (run := _identity(rank))]
+def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | None) -> str:
+    runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
     # Ranks that were complete when the user moved the output still name the old place.
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
@@ -104,43 +126,28 @@ def _output_folder(ranks: list[RankFolder], planned: str | None, given: str | No
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
 
 
-def settings_of_ranks(ranks: list[RankFolder]) -> list[dict[str, Any]]:
-    """What each ``run.json`` holds that can be read, those of retries left out."""
-    return [kept for rank in ranks if not rank.root and (kept := _identity(rank))]
-
-
-def _identity(rank: RankFolder) -> dict[str, Any]:
-    """The content of run.json; empty if it is damaged, which is reported elsewhere."""
-    try:
-        return rank.identity
-    except CheckpointError:
-        return {}
-
-
 # one rank ------------------------------------------------------------------------------------------------------------
 
 
-def _check_rank(report: Report, rank: RankFolder) -> None:
-    summary, commits = summarise(rank)
-    report.summaries.append(summary)
-    if summary.error:
-        report.add_problem("commits" if summary.can_be_rebuilt else "corrupt", summary.error, rank)
+def _check_rank(report: Report, rank: RankLedger) -> None:
+    if rank.damage is not None:
+        kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
+        report.add_problem(kind, str(rank.damage), rank)
         return
-    writer = str(rank.identity.get("output_writer"))
-    countable = is_known(writer)
-    for commit in commits.values():
+    countable = is_known(str(rank.run.get("output_writer")))
+    for commit in rank.commits.values():
         documents = commit.counts.written if countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
-    _check_ordinals(report, rank, commits, summary)
-    _check_dead_letters(report, rank, commits, summary)
-    _list_unfinished(report, rank, commits, summary)
+    _check_ordinals(report, rank)
+    _check_dead_letters(report, rank)
+    _list_unfinished(report, rank)
 
 
-def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
+def _check_ordinals(report: Report, rank: RankLedger) -> None:
     """Checks that the commits together cover every document once."""
     start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
     chunk_index = ordinal = 0
-    for _, commit in sorted(commits.items()):
+    for _, commit in sorted(rank.commits.items()):
         gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
         if commit.first_ordinal < ordinal:
             twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
@@ -148,17 +155,17 @@ def _check_ordinals(report: Report, rank: RankFolder, commits: dict[int, Commit]
             report.add_problem("overlap", message, rank, commit.chunk_index)
         elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
             report.add_problem("lost", f"{gap}. {start_over}", rank)
-        elif commit.chunk_index > chunk_index and summary.state == "finished":
+        elif commit.chunk_index > chunk_index and rank.state == "finished":
             advice = f"To process them: {report.repair_command}, then run again."
             message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
         chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
 
 
-def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
+def _check_dead_letters(report: Report, rank: RankLedger) -> None:
     """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
     path, start = rank.dead_letters_file, 0
-    for commit in commits.values():
+    for commit in rank.commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
@@ -169,33 +176,23 @@ def _check_dead_letters(report: Report, rank: RankFolder, commits: dict[int, Com
     if size < start:
         message = f"{path} has {size} bytes instead of the {start} that commits name. Restore it from a copy."
         report.add_problem("dead_letters", message, rank, path=path)
-    if size > start and summary.state == "finished":
+    if size > start and rank.state == "finished":
         message = f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         report.add_problem("dead_letters", message, rank, path=path)
 
 
-def _list_unfinished(report: Report, rank: RankFolder, commits: dict[int, Commit], summary: RankStatus) -> None:
-    if summary.state == "finished":
+def _list_unfinished(report: Report, rank: RankLedger) -> None:
+    if rank.state == "finished":
         return
-    before = len(report.unfinished)
-    last = max([*commits, *summary.journals], default=-1)
+    before, journals = len(report.unfinished), rank.open_journals
+    last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
-        if index not in commits and index not in summary.journals:
+        if index not in rank.commits and index not in journals:
             report.add_unfinished("is not started, although later chunks are.", rank, index)
-    for index, number in summary.journals.items():
-        report.add_unfinished(f"is not finished; its journal holds {plural(number, 'document')}.", rank, index)
+    for index, counts in journals.items():
+        report.add_unfinished(f"is not finished; its journal holds {plural(counts.read, 'document')}.", rank, index)
     if len(report.unfinished) == before:
         report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
-
-
-def _check_retries(report: Report) -> None:
-    ranks = {rank.key: rank for rank in report.ranks}
-    damaged = {number for (_, number), state in report.states.items() if state == "damaged"}
-    retries = retry_folders(report.checkpoints)
-    for number in sorted({number for _, number in ranks} - damaged):
-        for twice in delivered_twice(report.checkpoints, number, retries):
-            advice = f"To redo it without the document: {report.repair_command}, then run again."
-            report.add_problem("twice", f"{twice.what} {advice}", ranks[twice.root, number], twice.chunk_index)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------
@@ -203,68 +200,49 @@ def _check_retries(report: Report) -> None:
 
 def _check_settings(report: Report) -> None:
     """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
-    roots: dict[str, list[RankFolder]] = defaultdict(list)
+    roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
-        if _identity(rank) and rank.settings and not is_unstarted(rank.identity):
+        if rank.settings and not is_unstarted(rank.run):
             roots[rank.root].append(rank)
     for ranks in roots.values():
         _check_equal_settings(report, ranks)
 
 
-def _check_equal_settings(report: Report, ranks: list[RankFolder]) -> None:
-    settings = {rank.number: rank.settings for rank in ranks}
-    if not all(describe_alike(settings[ranks[0].number], fields) for fields in settings.values()):
-        # Some ranks were last run by another release, which describes the same code in another way.
-        settings = {number: without_code(fields) for number, fields in settings.items()}
-    variants: dict[bytes, list[RankFolder]] = defaultdict(list)
+def _check_equal_settings(report: Report, ranks: list[RankLedger]) -> None:
+    variants: dict[bytes, list[RankLedger]] = defaultdict(list)
     for rank in ranks:
-        variants[comparable("", settings[rank.number])].append(rank)
+        variants[comparable("", rank.settings)].append(rank)
     usual, *others = sorted(variants.values(), key=len, reverse=True)
     for rank in (rank for variant in others for rank in variant):
-        old, new = settings[usual[0].number], settings[rank.number]
         known = defaultdict[str, set[bytes]](set)
         for change in _accepted(rank, usual[0]):
             name = str(change.get("field"))
             known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-        if all(
-            {comparable(name, old.get(name)), comparable(name, new.get(name))} <= known[name]
-            for name in _differing(old, new)
-        ):
+        changes = compare(usual[0].run, RunIdentity(rank.settings))
+        if all({comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes):
             continue
-        message = f"was run with settings that differ from rank {usual[0].number}: {_differences(old, new)}."
+        differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
         report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
-def _accepted(*ranks: RankFolder) -> list[dict[str, Any]]:
+def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
-    found = [change for rank in ranks for change in _identity(rank).get("accepted_changes", [])]
+    found = [change for rank in ranks for change in rank.run.get("accepted_changes", [])]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):
         found += read_run(job).get("accepted_changes", []) if job.exists() else []
     return found
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [name for name in dict.fromkeys([*old, *new]) if not same_value(name, old.get(name), new.get(name))]
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return "; ".join(f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in _differing(old, new))
-
-
-def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
 def _check_number_of_ranks(report: Report) -> None:
     # A retry has only the ranks with dead letters, so its ranks do not count.
     ranks = {rank.number: rank for rank in report.ranks if not rank.root}
-    tasks = max((_identity(rank).get("tasks") or 0 for rank in ranks.values()), default=0)
-    is_active = not {"running", "unfinished"}.isdisjoint(report.states.values())
+    tasks = report.tasks
+    is_active = any(rank.state in ("running", "unfinished") for rank in report.ranks)
     missing = [number for number in range(tasks) if not rank_folder(report.checkpoints, number).exists()]
     for number in () if is_active else list(missing):
-        rank = RankFolder("", number, rank_folder(report.checkpoints, number))
+        rank = RankLedger("", number, rank_folder(report.checkpoints, number))
         if rank.last_chunk_file.exists():  # it had committed chunks
             missing.remove(number)
             message = f"{rank.folder} is missing: its checkpoint was removed. Bring it back, or run again."
@@ -283,7 +261,7 @@ def _check_number_of_ranks(report: Report) -> None:
         return
     for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
         folder = rank_folder(report.checkpoints, number)
-        report.add_problem("rank", message, RankFolder("", number, folder), path=folder)
+        report.add_problem("rank", message, RankLedger("", number, folder), path=folder)
     retired = retired_ranks(report.checkpoints)
     for number, rank in ranks.items():
         if tasks and number >= tasks and number not in retired:
@@ -293,9 +271,7 @@ def _check_number_of_ranks(report: Report) -> None:
 # verify columns -------------------------------------------------------------------------------------------------------
 
 # Whether the Parquet files of a run load as one dataset: no rank can see the columns of another one while it runs.
-#
-# Loaders take the columns of the first file of a folder, by name, and convert those of the others. Only footers are
-# read.
+# Loaders take the columns of the first file of a folder, by name, and convert those of the others.
 
 
 @dataclass
@@ -343,3 +319,338 @@ def _schema(report: Report, path: str) -> Schema | None:
         return read_schema(report.folder, path)
     except ImportError:
         return None
+
+
+# findings -------------------------------------------------------------------------------------------------------------
+
+REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
+"""The kinds of problems after which ``repair`` lets a chunk be processed again."""
+
+
+@dataclass(slots=True)
+class Problem:
+    """One problem, or, in ``Report.unfinished``, work that is not done yet. The message says what to do."""
+
+    kind: str
+    message: str
+    root: str = ""
+    rank: int | None = None
+    chunk_index: int | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        place = name_place(self.root, self.rank, self.chunk_index)
+        return f"{place}: {self.message}" if place else self.message
+
+
+@dataclass(slots=True)
+class CommittedChunk:
+    """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
+
+    rank: RankLedger
+    index: int
+    files: list[OutputFile]
+    documents: int | None
+
+    def __str__(self) -> str:
+        return name_place(self.rank.root, self.rank.number, self.index)
+
+
+@dataclass
+class Report:
+    """What ``verify`` found.
+
+    Attributes:
+        repair_command: the command that repairs the chunks to redo.
+        output: the output folder's name.
+        folder: the same as datatrove's ``DataFolder``.
+        ranks: without their commits, which ``chunks`` has.
+        uncounted: the writers whose rows cannot be counted.
+    """
+
+    checkpoints: Path
+    repair_command: str
+    output: str = ""
+    folder: Any = None
+    ranks: list[RankLedger] = field(default_factory=list)
+    chunks: list[CommittedChunk] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    unfinished: list[Problem] = field(default_factory=list)
+    uncounted: set[str] = field(default_factory=set)
+
+    def add_problem(
+        self, kind: str, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: Any = None
+    ) -> None:
+        self.problems.append(_problem(kind, message, rank, chunk_index, path))
+
+    def add_unfinished(
+        self, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: str | None = None
+    ) -> None:
+        self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
+
+    @property
+    def redo_advice(self) -> str:
+        """The last sentence about a file that `repair` makes again."""
+        return f" To redo it: {self.repair_command}, then run again."
+
+    @cached_property
+    def hub(self) -> HubFolder | None:
+        """The output folder on the hub; None if it is elsewhere."""
+        return HubFolder.of(self.folder)
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks of the run; 0 if no run.json tells."""
+        return max((rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root), default=0)
+
+    @property
+    def number_of_files(self) -> int:
+        return sum(len(chunk.files) for chunk in self.chunks)
+
+
+def _problem(kind: str, message: str, rank: RankLedger | None, chunk_index: int | None, path: Any) -> Problem:
+    root, number = rank.key if rank else ("", None)
+    return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
+
+
+# output files ---------------------------------------------------------------------------------------------------------
+
+# The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
+
+
+_BLOCK = 1 << 20
+_OF_ANOTHER_NAME = (
+    "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
+)
+_OF_ANOTHER_JOB = (
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
+    "that checkpoint back, or delete it if nothing else needs it."
+)
+
+
+def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
+    """Adds the problems of the output files to the report.
+
+    Args:
+        full: also read the files.
+        folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
+    """
+    found = _list(report, folder_is_given)
+    if found is None:
+        return
+    names = {path for path in found.sizes if not _is_ours(report, path)}
+    committed = _check_duplicates(report)
+    for chunk in report.chunks:
+        _check_chunk(report, chunk, found, full)
+    uncommitted = _Uncommitted(report)
+    for path in sorted(names - committed):
+        uncommitted.check(path)
+
+
+def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
+    """Every file in the output folder; None if the folder cannot be listed."""
+    folder = report.folder
+    try:
+        with file_system_call():
+            if report.hub is not None:
+                found = _list_hub(report)
+                there = bool(found.sizes)
+            else:
+                folder.invalidate_cache()
+                listed = folder.find("", detail=True)
+                found = FoundFiles({path: one["size"] for path, one in listed.items() if one["type"] != "directory"})
+                there = bool(found.sizes) or folder.exists("")
+    except (OSError, OutputFailed) as failure:
+        error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
+        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
+        return None
+    if not there and not folder_is_given and report.number_of_files:
+        report.add_problem(
+            "output",
+            f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
+            "is lost, give the same folder with --output, and all its files count as missing.",
+            path=report.output,
+        )
+        return None
+    return found
+
+
+def _list_advice(error: BaseException) -> str:
+    if http_status(error) == 404:
+        return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
+    if http_status(error) in (401, 403):
+        return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
+    return "Check the network and the server, and run the same command again."
+
+
+def _list_hub(report: Report) -> FoundFiles:
+    """As ``_list``. A folder on the hub exists with its first file, and may be listed as it was a moment ago.
+
+    Raises:
+        OutputFailed: it cannot be listed, or the hub has not answered for five minutes.
+    """
+    hub = cast(HubFolder, report.hub)
+    found = FoundFiles({})
+    uploads = HubUploads(hub, StoppableCalls())
+    found.show(uploads.looked("cannot be listed", hub.files))
+    lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
+    found.show(uploads.look_again(lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    return found
+
+
+def _is_ours(report: Report, path: str) -> bool:
+    """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
+    if path.startswith(f"{STAGING}/"):
+        return True
+    if not report.folder.is_local():
+        return False
+    return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
+
+
+def _check_duplicates(report: Report) -> set[str]:
+    """The names of all committed files. Adds a problem if two commits name one file: one overwrote the other."""
+    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
+    for chunk in report.chunks:
+        for file in chunk.files:
+            claims[plain(file.path)].append(chunk)
+    for path, claimants in claims.items():
+        if len(claimants) > 1:
+            names = " and by ".join(str(chunk) for chunk in claimants)
+            message = f"{path} is named by {names}. One overwrote the other: start one of them over."
+            report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
+    return set(claims)
+
+
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
+    intact = True
+    for file in chunk.files:
+        wrong = _wrong(report, file, found, full)
+        if wrong is not None:
+            kind, text = wrong
+            advice = report.redo_advice if kind in REDO_KINDS else ""
+            report.add_problem(kind, f"{file.path} {text}.{advice}", chunk.rank, chunk.index, file.path)
+            intact = False
+    # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
+    if full and intact and report.hub is None:
+        _check_documents(report, chunk)
+
+
+def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
+    """The kind and the description of a file's problem; None if it has none."""
+    if not found.is_right(file):
+        return file_problem(file, found.size(file))
+    if not full:
+        return None
+    try:
+        with file_system_call():
+            actual = _content_hash(report, file.path)
+    except FileNotFoundError:
+        return "missing", "is missing"
+    except OSError as error:
+        if report.hub is not None and http_status(error) == 404:
+            return "missing", "is missing"
+        return "output", f"cannot be read: {failure_line(error)}"
+    if actual != file.xxh128:
+        return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
+    return None
+
+
+def _content_hash(report: Report, path: str) -> str:
+    content = xxhash.xxh3_128()
+    for block in _blocks(report, path):
+        content.update(block)
+    return str(content.hexdigest())
+
+
+def _blocks(report: Report, path: str) -> Iterator[bytes]:
+    if report.hub is not None and not report.hub.is_bucket:
+        yield from report.hub.blocks(path, _BLOCK)
+        return
+    with report.folder.open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _check_documents(report: Report, chunk: CommittedChunk) -> None:
+    countable = chunk.documents is not None
+    numbers = [_count_documents(report.folder, file.path) for file in chunk.files] if countable else [None]
+    if None in numbers:
+        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
+        return
+    found = sum(number or 0 for number in numbers)
+    if found != chunk.documents:
+        message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
+        report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
+
+
+def _count_documents(folder: Any, path: str) -> int | None:
+    """The number of documents in a file; None if the file's format is unknown here."""
+    try:
+        if (known := format_of_file(path)) is not None:
+            with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+                return known.count(file)
+    except (ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or a missing codec
+        return None
+    return None
+
+
+class _Uncommitted:
+    """Tells files that a run will still commit from foreign files."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
+        self._ranks = {rank.key: rank for rank in report.ranks}
+        self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
+        self._tasks = report.tasks
+        templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
+        self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
+
+    def check(self, path: str) -> None:
+        if not self._patterns:
+            return  # no run.json can be read, so no file can be told from a foreign one
+        matches = [match for pattern in self._patterns if (match := pattern.fullmatch(path))]
+        advice = f"{stray_advice(1)}." if matches else _OF_ANOTHER_NAME
+        if not matches and self._report.hub is not None:
+            return  # a repository holds other things, too: a card, other jobs' files
+        for match in matches:
+            key, chunk_index = rank_and_chunk(match)
+            rank = self._ranks.get(key)
+            if rank is not None and rank.state == "damaged":
+                return  # it may belong to a lost commit; the damage itself is reported
+            now, files = self._look_again(key)
+            if path in files:
+                return  # committed meanwhile
+            rank = rank or now
+            if rank is None:
+                if not key[0] and 0 < self._tasks <= key[1]:
+                    continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
+                place = name_place(*key)
+                advice = (
+                    f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
+                )
+            elif rank.state != "finished" and _is_of_another_job(rank, path):
+                advice = _OF_ANOTHER_JOB
+            elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
+                message = f"{path} is published but not committed yet."
+                self._report.add_unfinished(message, rank, chunk_index, path)
+                return
+        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+    def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
+        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
+        if key not in self._later:
+            folder = rank_folder(self._report.checkpoints / key[0], key[1])
+            now = read_rank(*key, folder, Want.COMMITS) if folder.exists() else None
+            commits = now.commits.values() if now is not None else ()
+            self._later[key] = now, {file.path for commit in commits for file in commit.files}
+        return self._later[key]
+
+
+def _is_of_another_job(rank: RankLedger, path: str) -> bool:
+    """Whether the rank has published nothing yet, or has found this file in its way, and ended."""
+    if (rank.folder / NOTHING_PUBLISHED).exists():
+        return True
+    with suppress(OSError, ValueError):  # there is none, or it has just been removed
+        return path in orjson.loads((rank.folder / OTHERS_FILES).read_bytes())
+    return False

@@ -6,22 +6,29 @@ mirror instead (``Place.said``).
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.ledger import RankLedger
+from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
 
+_MAX_SHOWN = 60
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -135,6 +142,41 @@ def _looks_like_mirror(folder: Path) -> bool:
         return False
 
 
+# changing a mirror ----------------------------------------------------------------------------------------------------
+
+# ``repair`` and ``relocate`` change a checkpoint of which only the mirror can be reached: in a restored copy, which is
+# then uploaded again. The output's files are removed before the upload. After a crash in between, the mirror still has
+# the old commits, and the same command finds their files missing, and takes the commits back.
+
+
+@contextmanager
+def restored(place: Place) -> Iterator[Place]:
+    """The place with all ranks restored in a temporary folder, to be changed there.
+
+    Raises:
+        StorageFailed, CheckpointCorrupt, ConfigError: see ``mirror.restore``.
+    """
+    from datatrove_ckpt.mirror.changing import restore_ranks  # fsspec is slow to import
+
+    assert place.mirror is not None
+    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
+        yield replace(place, folder=Path(folder))
+
+
+def upload(place: Place, ranks: list[RankLedger]) -> None:
+    """Uploads the changed ranks.
+
+    Raises:
+        StorageFailed: one could not be uploaded; the same command continues from there.
+    """
+    from datatrove_ckpt.mirror.changing import upload_rank
+
+    assert place.mirror is not None
+    for rank in {rank.key: rank for rank in ranks}.values():
+        upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
+
+
 # YAML ----------------------------------------------------------------------------------------------------------------
 
 
@@ -212,3 +254,47 @@ def _arguments(node: Any) -> dict[str, Any]:
     """The init_args of a mapping with class_path; empty if there are none."""
     arguments = node.get("init_args") if isinstance(node, dict) else None
     return arguments if isinstance(arguments, dict) else {}
+
+
+def config_differences(place: Place, kept: Sequence[Json]) -> list[str]:
+    """What the file says otherwise than every rank, each as "tasks: 1 -> 5". Empty without a file.
+
+    Ranks differ where the user has accepted a change. Secrets are compared and shown as ``run.json`` has them: hashed.
+
+    Args:
+        kept: the content of each ``run.json`` that can be read.
+    """
+    if not place.config:
+        return []
+    wanted = fields_without_secrets(dict(_comparable_settings(place)))
+    found = {name: [fields[name] for fields in kept if name in fields] for name in wanted}
+    return [
+        f"{name}: {_shown(found[name][0])} -> {_shown(value)}"
+        for name, value in wanted.items()
+        if found[name] and not any(same_value(name, one, value) for one in found[name])
+    ]
+
+
+def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
+    yield "tasks", place.tasks
+    runner = runner_arguments(place.config)
+    config, writer, rollout = (_settings(runner.get(name)) for name in ("config", "output_writer", "rollout_fn"))
+    if isinstance(folder := writer.get("output_folder"), str) and "$" not in folder:
+        yield "output_folder", folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))  # noqa: PTH100, PTH111 (as datatrove)
+    if "model_name_or_path" in config:
+        yield "model", config["model_name_or_path"]
+    for name in ("records_per_chunk", "metadata_key", "rollouts_per_document"):
+        if name in runner:
+            yield name, runner[name]
+    for name, value in rollout.items():
+        yield f"rollout_fn.{name}", value
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value, default=str).decode()
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _settings(node: Any) -> dict[str, Any]:
+    """The arguments of a mapping, with or without ``class_path``."""
+    return _arguments(node) if not isinstance(node, dict) or "class_path" in node else node

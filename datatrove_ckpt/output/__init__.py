@@ -8,6 +8,7 @@
     hub.py             a folder on the Hugging Face hub, and what lies there
     hub_access.py      whether a job may write there: repository, token and branch
     hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
+    removal.py         removes files; from the hub in one commit
     hub_writers.py     datatrove's writers for the hub, without their own uploads
     stoppable.py       calls that a rank which stops leaves behind
     names.py           file names: filled in from documents, checked, and recognised in a listing

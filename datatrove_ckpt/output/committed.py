@@ -26,10 +26,10 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
-from datatrove_ckpt.checkpoint.completeness import Expected
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, journal_indices, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
@@ -61,6 +61,13 @@ class RankCommits:
         root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
         read: ``read_commits``, or that of the checkpoint that is open.
+        want: what else to read for ``seen``, which gets each ledger.
+
+    Attributes:
+        unfinished: root and index of the chunks with a journal: output may be there, and is made again.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
     """
 
     def __init__(
@@ -69,31 +76,30 @@ class RankCommits:
         rank: int,
         retries: Iterable[Path] | None = None,
         read: Callable[[Path], dict[int, Commit]] = read_commits,
+        want: Want = Want.COMMITS,
+        seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
+        self.has_run = self.is_finished = False
         self._chunks: set[int] = set()
-        self.unfinished: set[tuple[str, int]] = set()  # chunks with a journal: output may be there, and is made again
-        self.doubtful: set[str] = set()
-        """The folders of retries ("": the rank's own) that are finished, and may have lost commits."""
+        self.unfinished: set[tuple[str, int]] = set()
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
-            name = "" if checkpoint == root else checkpoint.name
-            folder = rank_folder(checkpoint, rank)
-            if folder.is_dir():
-                expected = Expected.read(folder)
-                commits = read(folder / COMMITS)
-                expected.check(commits)
-                self._add(name, commits.values())
-                self._chunks |= set() if name else set(commits)
-                if expected.leaves_doubt:
-                    self.doubtful.add(name)
-                self.unfinished |= {(name, index) for index in journal_indices(folder)}
+            if (folder := rank_folder(checkpoint, rank)).is_dir():
+                name = "" if checkpoint == root else checkpoint.name
+                found = read_rank(name, rank, folder, want, read=read)
+                self._add(found)
+                seen(found)
 
-    def _add(self, root: str, commits: Iterable[Commit]) -> None:
-        self.files += [
-            CommittedFile(root, self.rank, commit.chunk_index, file) for commit in commits for file in commit.files
-        ]
+    def _add(self, found: RankLedger) -> None:
+        if found.damage is not None:
+            raise found.damage
+        for commit in found.commits.values():
+            self.files += [CommittedFile(found.root, self.rank, commit.chunk_index, file) for file in commit.files]
+        if not found.root:
+            self.has_run, self.is_finished, self._chunks = bool(found.run), found.is_finished, set(found.commits)
+        self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
     @property
     def names(self) -> set[str]:
@@ -291,9 +297,6 @@ class OutputCheck:
         unknown = [(root, name) for root, name in found.by_rank[commits.rank] if name not in names]
         unknown = [(root, name) for root, name in unknown if not self._may_be_committed(commits, name)]
         which = f"no commit of rank {commits.rank} names"
-        doubtful = sorted(root for root, _ in unknown if root in commits.doubtful)
-        if doubtful:
-            self._refuse_doubtful(commits, doubtful[0], self._what(sorted(name for _, name in unknown), which))
         certain = {name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)}
         self._refuse(sorted(certain), which)
         self._warn(sorted({name for _, name in unknown}), which)
@@ -331,17 +334,6 @@ class OutputCheck:
         return (
             f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
             f"and that {which}: {_some(names[:shown], len(names))}."
-        )
-
-    def _refuse_doubtful(self, commits: RankCommits, root: str, what: str) -> None:
-        """Raises. The files may be all that is left of documents whose commits are lost."""
-        log = rank_folder(self.root / root, commits.rank) / COMMITS
-        marker = f", {self._logging_dir}/completions/{commits.rank:05d}" if self._logging_dir else ""
-        raise OutputMismatch(
-            f"{what} Keep these files: nothing shows how many commits this finished rank had, so they may belong to "
-            f"lost ones. Restore {log} from a copy or from the mirror. If there is none, start the rank over, and pay "
-            f"for it again: move {commits.folder}{marker} and the rank's output files elsewhere, and run the same "
-            "command again."
         )
 
     def _refuse(self, names: list[str], which: str) -> None:

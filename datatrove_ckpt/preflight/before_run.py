@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged
+from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, OTHERS_FILES, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank_mirror import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
-from datatrove_ckpt.output.committed import committed_files
+from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import (
+    check_access,
+    hub_folder_of,
+    is_missing_repository,
+    private_if_made,
+    repository_is_gone,
+)
+from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.retrying import failure_line
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
@@ -61,11 +76,11 @@ class Checked(NamedTuple):
     """What was compared and is as it should be.
 
     Attributes:
-        files: output files, with their commits; None: the checkpoints are on other nodes.
+        jobs: the sums of each checkpoint that is on this machine, by its folder. All their output files were compared.
         inputs: input files of finished ranks, with what these have read.
     """
 
-    files: int | None
+    jobs: dict[Path, JobSums]
     inputs: int
 
 
@@ -176,30 +191,127 @@ def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
 @gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
     plan: RunPlan, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
-) -> int | None:
+) -> dict[Path, JobSums]:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
 
-    Returns the number of files; None if no checkpoint can be seen here.
+    Returns the sums of each checkpoint that can be seen here, by its folder.
 
     Args:
-        before: ranks that have no checkpoint will start.
+        before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
         patience_seconds: see ``check_output_of_run``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
     """
-    files: int | None = None
+    found = {}
     for runner in plan.runners:
         if (root := runner.root) is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and plan.is_local and runner.step.checkpoints_remote_dir is None
-            files = (files or 0) + check_output_of_run(
+            found[root] = check_output_of_run(
                 runner.step.output_writer,
                 root,
                 plan.logging_dir.resolve_paths(""),
                 plan.tasks,
                 first_starts=plan.local_ranks if here else (),
                 patience_seconds=patience_seconds,
+                want=Want.COMMITS if before else Want.COMMITS | Want.HISTORY,
             )
-    return files
+    return found
+
+
+# output of all ranks --------------------------------------------------------------------------------------------------
+
+# Compares the output folder with the checkpoints of all ranks, before a job starts and after it has ended.
+#
+# datatrove skips ranks that are complete, so they do not look at their own files again. A rank that runs does.
+
+
+def check_output_of_run(
+    writer: DiskWriter,
+    checkpoints: Path,
+    logging_dir: str,
+    tasks: int,
+    first_starts: Iterable[int] = (),
+    patience_seconds: float | None = None,
+    want: Want = Want.COMMITS,
+) -> JobSums:
+    """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
+
+    Args:
+        logging_dir: the executor's.
+        tasks: number of tasks of the job.
+        first_starts: ranks that will start for the first time, if they have no checkpoint.
+        patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
+        want: what to read of each rank, for the sums.
+
+    Raises:
+        OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
+            repository on the hub is gone.
+        OutputFailed: the folder cannot be listed.
+        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
+    """
+    check = OutputCheck(writer, checkpoints, logging_dir)
+    numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
+    retries = retry_folders(checkpoints)
+    retired, job = retired_ranks(checkpoints), JobSums()
+
+    def add(rank: RankLedger) -> None:
+        if rank.number < tasks or rank.number in retired:
+            job.add(rank)
+
+    try:  # all, before any file is called unknown
+        commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
+    except CommitsDamaged as error:
+        raise CommitsDamaged(error.path, error.what, logging_dir) from None
+    found = _look(check, commits.values(), patience_seconds)
+    check.refuse_shared(commits.values())
+    check.refuse_lost(commits.values(), found)
+    for rank in first_starts:
+        if rank not in commits or not commits[rank].has_run:
+            check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
+    for rank_commits in commits.values():
+        if rank_commits.is_finished:
+            check.refuse_unknown(rank_commits, found)
+        elif rank_commits.has_run and not (rank_commits.folder / OTHERS_FILES).exists():
+            # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
+            check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
+    for rank, text in lost_ranks(checkpoints):  # they may be all that is left of its documents
+        if found.by_rank[rank]:
+            raise OutputMismatch(text)
+    check.refuse_other_ranks(found, tasks, retired)
+    return job
+
+
+def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None) -> FoundFiles:
+    """
+    Raises:
+        OutputMismatch: the repository is gone, with files that were committed.
+        OutputFailed: the folder cannot be listed.
+    """
+    if (hub := hub_folder_of(check.writer)) is not None:
+        return _look_at_hub(hub, check, commits, patience_seconds)
+    try:
+        return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
+    except OSError as error:
+        raise OutputFailed(
+            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
+        ) from error
+
+
+def _look_at_hub(
+    hub: HubFolder, check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None
+) -> FoundFiles:
+    uploads = HubUploads(hub, StoppableCalls())
+    try:
+        found = uploads.looked("cannot be listed", lambda: check.look(commits), patience_seconds)
+    except OutputFailed as error:
+        if not is_missing_repository(error.__cause__):
+            raise
+        if number := committed_files(check.writer, check.root):
+            raise OutputMismatch(repository_is_gone(hub, number)) from error
+        return FoundFiles({})  # where it is needed, ``check_access`` asks for it
+    lost = [one.file for each in commits for one in each.files if not found.is_right(one.file)]
+    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
+    return found

@@ -324,12 +324,12 @@ def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> Iter
     yield _compared("output", "of earlier runs", output)
 
 
-def _compared(subject: str, what: str, check: Callable[[], list[str] | int | None]) -> Finding:
+def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
         return Finding("problem", what, str(error), subject)
-    if not found or isinstance(found, int):
+    if not found or not isinstance(found, list):
         return Finding("ok", what, "nothing differs.", subject)
     more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
     return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)

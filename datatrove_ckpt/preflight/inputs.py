@@ -27,7 +27,7 @@ from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord, SkippedLines
 from datatrove_ckpt.readers.steps import describe_pipeline, differences
 
 _NAMED_FILES = 10
@@ -242,3 +242,12 @@ def _line(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
     return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"] if names else []
+
+
+def rows_without_document(root: Path) -> SkippedLines:
+    """The lines and rows of the whole input that were no documents."""
+    skipped = SkippedLines()
+    for rank in rank_numbers(root):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        skipped += record.skipped if record else SkippedLines()
+    return skipped

@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.dealt_out import (
     retired_ranks,
 )
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.foreign import check_not_headless
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
@@ -138,7 +138,7 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
     if not mirror:  # from there a rank may get what it lacks
         refuse_unfitting(root)
         for rank in plan.local_ranks:
-            check_not_headless(rank_folder(root, rank))
+            refuse_missing_run_json(rank_folder(root, rank))
     with ExitStack() as stack:
         folder = root
         # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.

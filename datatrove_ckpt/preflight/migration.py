@@ -45,8 +45,8 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptErro
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
+from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.preflight.migrated_rank import Rank, Theirs, build, judge
-from datatrove_ckpt.preflight.reshard.run import remove_output
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _YOUNG_SECONDS = 600.0
@@ -332,4 +332,4 @@ def _set_aside(writer: DiskWriter, names: Sequence[str], folder: Path) -> None:
         files.disk.sync(new)
         files.disk.rename(new, target)
         files.disk.sync_dir(target.parent)
-    remove_output(writer, names)
+    remove_output(writer.output_folder, names)

@@ -143,7 +143,7 @@ class _Worker:
         self._work = task
         self._slot = slot
         self._in_task = False
-        self._told: int | None = None
+        self._stop_signal: int | None = None
         self._pid = os.getpid()
         for number in numbers:
             signal.signal(number, self._receive)
@@ -153,7 +153,7 @@ class _Worker:
         """Runs tasks until the parent has no more, is gone, or a signal came."""
         try:
             self._send(READY)
-            while self._told is None and (number := self._connection.recv()) is not None:
+            while self._stop_signal is None and (number := self._connection.recv()) is not None:
                 self._send(self._outcome(number))
         except (EOFError, OSError):  # of the connection: the parent is gone
             pass
@@ -180,7 +180,7 @@ class _Worker:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._told = number
+        self._stop_signal = number
         if self._in_task:
             self._in_task = False  # only once
             raise SystemExit(128 + number)
@@ -188,7 +188,7 @@ class _Worker:
     def _outcome(self, number: int) -> Outcome:
         try:
             self._in_task = True
-            if self._told is not None:  # it came before the task
+            if self._stop_signal is not None:  # it came before the task
                 raise SystemExit
             value = self._work.run(self._slot, number)
             end_fork(self._pid)
@@ -196,8 +196,8 @@ class _Worker:
         except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
             end_fork(self._pid, error)
             self._in_task = False
-            if self._told is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
-                return Outcome("stopped", self._told)
+            if self._stop_signal is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
+                return Outcome("stopped", self._stop_signal)
             return Outcome("failed", _sendable(error, number))
         return Outcome("done", value)
 

@@ -190,7 +190,7 @@ class Workers:
         while self._workers:
             self._wait()
             for worker in list(self._workers):
-                yield from self._hear(worker)
+                yield from self._read_replies(worker)
             self._start()
             self._pass_on()  # after it: when no worker can be started, the running ones must hear of it
             self._kill_late()
@@ -249,7 +249,7 @@ class Workers:
         if self._screen is not None:
             self._screen.tick()
 
-    def _hear(self, worker: _Process) -> Iterator[tuple[int, Any]]:
+    def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         has_ended = worker.has_ended  # first: what it sent before its end has come then
         for message in worker.inbox.messages():
             if message == READY:

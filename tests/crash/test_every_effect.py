@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint import files, history_log, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.history_records import End
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck

@@ -31,8 +31,7 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import InferenceRunner, __version__
-from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.parsers import make_parser
+from datatrove_ckpt.cli.main import main, make_parser
 from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.preflight import probes

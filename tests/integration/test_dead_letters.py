@@ -13,10 +13,8 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError, OutputMismatch, WorkerDied
+from datatrove_ckpt.errors import ConfigError, WorkerDied
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
-from datatrove_ckpt.generation.dead_letters import TakenLetters
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command
@@ -119,35 +117,6 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     run(retrying=True)
     assert not server.asked, "nothing is left to retry"
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
-@pytest.mark.slow
-def test_a_document_that_a_chunk_and_a_retry_have_delivered_is_found_and_repaired(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    """What versions left behind that processed every document of a chunk again."""
-    step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
-    step.run(documents(6))
-    step = runner(tmp_path, server, retry_dead_letters=True, accept_changes=True)
-    step.run([])
-    before = ids(tmp_path)
-    checkpoints = tmp_path / "checkpoints"
-    again = runner(tmp_path, server, accept_changes=True)
-    (tmp_path / "output" / "00000_chunk_00000.jsonl").unlink()
-    command("repair", checkpoints)
-    with monkeypatch.context() as older:
-        older.setattr(TakenLetters, "get", lambda *_: None)
-        again.run(documents(6))
-    assert sorted(ids(tmp_path)).count("id 1") == 2
-    printed = command("verify", checkpoints, code=1).out
-    assert "rank 0, chunk 0: retry-00001 took document 1 as a dead letter of this chunk" in printed
-    with pytest.raises(OutputMismatch, match=r"rank 0, chunk 0: retry-00001 took document 1 .* run the same command"):
-        check_output_of_run(again.output_writer, checkpoints, str(tmp_path / "logs"), 1)
-    command("repair", checkpoints)
-    again.run(documents(6))
-    assert ids(tmp_path) == before
-    command("verify", checkpoints, "--full")
-    check_output_of_run(again.output_writer, checkpoints, str(tmp_path / "logs"), 1)
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, command: Command) -> None:

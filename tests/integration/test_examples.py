@@ -20,8 +20,7 @@ import yaml
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.parsers import OVERRIDES_HELP, make_parser
+from datatrove_ckpt.cli.main import OVERRIDES_HELP, main, make_parser
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.commands import Command

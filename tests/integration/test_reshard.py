@@ -28,8 +28,7 @@ from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN, SHARES
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.maintenance import verify
-from datatrove_ckpt.maintenance.repair import carry_out
-from datatrove_ckpt.maintenance.repair_plan import make_plan
+from datatrove_ckpt.maintenance.repair import carry_out, make_plan
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job

@@ -22,7 +22,7 @@ import pytest
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
 from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
-from datatrove_ckpt.maintenance.state_json import SCHEMA
+from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.jobs import documents, runner

@@ -208,21 +208,6 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path: Path, tail: 
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
 
 
-def test_a_log_reads_its_file_again_only_after_another_process_has_changed_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "commits.jsonl"
-    log = CommitLog(path)
-    log.append(commit(0))
-    with monkeypatch.context() as patch:
-        patch.setattr("datatrove_ckpt.checkpoint.commits.scan_lines", None)
-        assert set(log.read(path)) == {0}
-    CommitLog(path).append(commit(1))
-    assert set(log.read(path)) == {0, 1}
-    path.unlink()
-    assert log.read(path) == {}
-
-
 def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:
     log = CommitLog(tmp_path / "commits.jsonl")
     log.append(commit(0))

@@ -12,8 +12,7 @@ import pytest
 from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.overrides import read_config
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import read_config, read_value
 from tests.yaml_jobs import job_yaml, write_job
 
 _INFERENCE = "      - class_path: InferenceRunner\n"
@@ -222,7 +221,7 @@ def test_help_and_status_start_without_datatrove(tmp_path: Path) -> None:
 
 _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow", "wandb"),
-    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.manager")),
+    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")),
     *(f"datatrove_ckpt.{name}" for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")),
 }
 _OF_A_FILE = {"jsonargparse", "datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
@@ -257,7 +256,7 @@ def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
     task = """
 import pickle
 from datatrove.executor import LocalPipelineExecutor
-from datatrove_ckpt.cli.quiet_errors import QuietErrors
+from datatrove_ckpt.process.task_errors import QuietErrors
 from my_steps import Step
 executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
 executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))

@@ -78,10 +78,19 @@ def test_a_config_object_of_datatroves_runs(tmp_path: Path, server: FakeServer) 
 @pytest.mark.real_process
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("datatrove_ckpt.slurm", "JobIds"), ("datatrove_ckpt.cli", "QuietErrors"), ("datatrove_ckpt.config", "Secret")],
+    [
+        ("datatrove_ckpt.slurm", "JobIds"),
+        ("datatrove_ckpt.cli", "QuietErrors"),
+        ("datatrove_ckpt.cli.quiet_errors", "QuietErrors"),
+        ("datatrove_ckpt.config", "Secret"),
+    ],
 )
-def test_a_class_that_0_1_pickled_is_found_where_it_was(module: str, name: str) -> None:
+def test_a_class_that_an_older_version_pickled_is_found_where_it_was(module: str, name: str) -> None:
     """A queued Slurm task loads, in its own process, the executor that was pickled when it was submitted."""
     code = f"import pickle; print(pickle.loads(b'c{module}\\n{name}\\n.').__module__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found in ("datatrove_ckpt.cli.slurm_submit", "datatrove_ckpt.cli.quiet_errors", "datatrove_ckpt.redaction")
+    assert found in (
+        "datatrove_ckpt.cli.slurm_submit",
+        "datatrove_ckpt.process.task_errors",
+        "datatrove_ckpt.redaction",
+    )

@@ -13,8 +13,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.sealed import read_sealed
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import MASK
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import MASK, read_value
 from tests.unit.test_schema import mistakes
 from tests.yaml_jobs import job_yaml, write_job
 

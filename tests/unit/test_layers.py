@@ -32,14 +32,14 @@ ROOMS = {
     "output": "errors formatting redaction retrying config checkpoint",
     "readers": "errors redaction retrying config checkpoint",
     "torch": "errors readers",
-    "generation": "errors formatting redaction retrying config rollouts process checkpoint mirror"
+    "generation": "errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
-    " output readers generation runner maintenance",
+    " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction config process checkpoint readers maintenance preflight executor",
+    "cli": "errors formatting redaction config process checkpoint maintenance preflight executor",
     "testing": "errors checkpoint mirror",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointMismatch
@@ -119,3 +120,21 @@ def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> No
     again = manager(tmp_path).open()
     assert (again.resumed.next_ordinal, again.counts) == (5, counts)
     again.close(completed=True)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    def no_locks(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    checkpoint = manager(tmp_path).open()
+    run(checkpoint, 2)
+    log = tmp_path / "00000/commits.jsonl"
+    assert set(checkpoint.read_commits(log)) == {0}
+    log.write_bytes(b"")  # as by another process
+    assert set(checkpoint.read_commits(log)) == ({0} if locks else set())
+    checkpoint.close(completed=True)

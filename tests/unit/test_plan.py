@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.cli.parsers import parse_time
+from datatrove_ckpt.cli.main import parse_time
 from datatrove_ckpt.preflight.plan import daly, efficiency, make_table, young
 from datatrove_ckpt.preflight.probes import Quantiles
 

@@ -10,11 +10,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_log import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.gather import Prices, gather
 from datatrove_ckpt.maintenance.report.page import Page, Table
-from datatrove_ckpt.maintenance.run_state import RankState, Rates, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from tests.unit.test_report_page import Reader
 
 T = 1_790_000_000.0

@@ -11,8 +11,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.commit_sums import sum_commits
-from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.maintenance import read_state
@@ -396,7 +395,7 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
     write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
     rank = read_one(tmp_path)
-    assert (rank.counts.read, rank.unfinished.read, rank.journals, rank.exact) == (20, 6, 1, False)
+    assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (20, 6, 1, False)
     assert rank.unfinished == counts(6)
 
 

@@ -11,8 +11,7 @@ from jsonschema import Draft7Validator
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.schema import make_schema
-from datatrove_ckpt.cli.yaml_config import load
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import load, read_value
 from tests.pages import ROOT, blocks
 from tests.unit.test_yaml_config import JOB
 

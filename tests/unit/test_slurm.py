@@ -15,12 +15,11 @@ from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.fields import RunIdentity, as_kept
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.manager import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.overrides import read_config
-from datatrove_ckpt.cli.yaml_config import build, load
+from datatrove_ckpt.cli.yaml_config import build, load, read_config
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from tests.hub import FakeHub
 

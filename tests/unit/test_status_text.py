@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
-from datatrove_ckpt.cli.status import cut, frame
-from datatrove_ckpt.cli.status_text import Style, describe
+from datatrove_ckpt.cli.status import Style, cut, describe, frame
 from datatrove_ckpt.maintenance.read_state import add_up
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 

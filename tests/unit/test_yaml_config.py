@@ -15,12 +15,10 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.fields import as_kept
-from datatrove_ckpt.cli.yaml_config import build, load
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance.config_check import config_differences
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.maintenance.where import Place, config_differences
 from tests.yaml_jobs import job_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"

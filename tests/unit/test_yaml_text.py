@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.cli.yaml_text import dump, read_value
+from datatrove_ckpt.cli.yaml_config import dump, read_value
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

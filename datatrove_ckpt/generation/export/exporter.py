@@ -22,7 +22,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.progress import Progress
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
@@ -59,7 +59,7 @@ def check_monitoring(config: MonitoringConfig) -> None:
 
 
 def open_exports(
-    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: Progress, shutdown: Shutdown
+    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: RankReporter, shutdown: Shutdown
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
@@ -101,7 +101,7 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
 class Exports:
     """What tells others of one attempt of a rank."""
 
-    def __init__(self, checkpoint: Checkpoint, history: Progress, shutdown: Shutdown) -> None:
+    def __init__(self, checkpoint: Checkpoint, history: RankReporter, shutdown: Shutdown) -> None:
         self.stack = ExitStack()
         self._checkpoint = checkpoint
         self._history = history

@@ -7,7 +7,7 @@ It reads the histories of all ranks in a folder of checkpoints, so one is enough
 folder. The other processes with ranks look again and again whether the lock is free. So no reader works before the
 last one has ended, and none outlives the process that has started it by more than some seconds.
 
-    its standard input     the job, as JSON in a line. Then a number in a line for each wish that all is sent now
+    its standard input     the job, as JSON in a line. Then a number in a line for each flush that all is sent now
     its standard output    after each look at the histories, the last number, and what could not be sent
 """
 
@@ -44,7 +44,7 @@ class Tracking:
         self._changed = threading.Condition()
         self._reader: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._ranks = self._wishes = self._answered = 0
+        self._ranks = self._flushes = self._answered = 0
         self._failed = False
 
     def join(self) -> None:
@@ -70,10 +70,10 @@ class Tracking:
     def _send_all(self, reader: subprocess.Popen[bytes], seconds: Callable[[], float]) -> None:
         started = time.monotonic()
         most = _FAILED_SECONDS if self._failed else float("inf")
-        self._wishes += 1
-        wish = self._wishes
-        self._write(reader, b"%d" % wish)
-        while self._answered < wish and self._reader is reader:
+        self._flushes += 1
+        flush = self._flushes
+        self._write(reader, b"%d" % flush)
+        while self._answered < flush and self._reader is reader:
             if (waited := time.monotonic() - started) >= min(most, seconds()):
                 self._tell(
                     f"monitoring: {self._where} has not confirmed the end of this attempt within {waited:.0f} s. "
@@ -113,9 +113,9 @@ class Tracking:
                 if (reader := self._ensure_reader()) is None:
                     self._changed.wait(_LOOK_SECONDS)
                     continue
-            self._hear(reader)
+            self._read_replies(reader)
 
-    def _hear(self, reader: subprocess.Popen[bytes]) -> None:
+    def _read_replies(self, reader: subprocess.Popen[bytes]) -> None:
         assert reader.stdout is not None
         with reader:
             for line in reader.stdout:

@@ -113,11 +113,16 @@ async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) ->
     raise _error(response, url, model, transport.redact)
 
 
+def is_rejection(status: int) -> bool:
+    """Whether the server says that this request is wrong, and always will be."""
+    return status in retrying.REJECTED
+
+
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
-    if status in retrying.REJECTED:
+    if is_rejection(status):
         return RequestRejected(status, text)
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:

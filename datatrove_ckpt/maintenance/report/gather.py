@@ -378,7 +378,7 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
                 "" if rate is None else figure(rate),
                 figure(state.number_of_attempts),
                 figure(state.chunks),
-                figure(state.journals),
+                figure(state.unfinished_chunks),
                 figure(state.counts.dead),
                 reason,
             ]

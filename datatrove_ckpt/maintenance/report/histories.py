@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     is_progress_line,
     parse_line,
 )
-from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal, whole_lines
 from datatrove_ckpt.formatting import ranges
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -118,7 +118,7 @@ def read_log(path: Path, most: int) -> RankLog:
 def parse_log(data: bytes, most: int = 1000) -> RankLog:
     """The same from the file's content. A torn line at its end is left out."""
     log, found = RankLog(), dict[int, AttemptLog]()
-    for line in _chosen([line + b"\n" for line in data.split(b"\n")[:-1]], most):
+    for line in _chosen(whole_lines(data), most):
         record = parse_line(line)
         if record is None:
             log.damaged += unseal(line) is None

@@ -20,17 +20,16 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.completeness import check_dead_letters, check_sequence, scan_complete_commits
 from datatrove_ckpt.checkpoint.journal import Finished, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
-    DEAD_LETTERS,
     RUN,
     journal_path,
     last_chunk_file,
     rank_folder,
 )
+from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -144,8 +143,6 @@ class Scanner:
             found.rest = self.sized(found.parts)
             return found
         commits, _ = scan_complete_commits(found.folder, rank in self._finished)
-        check_sequence(found.folder / COMMITS, commits)
-        check_dead_letters(found.folder / DEAD_LETTERS, commits)
         if rank in self._finished:
             found.is_done = True
             found.point.next_ordinal = sum(commit.counts.read for commit in commits.values())

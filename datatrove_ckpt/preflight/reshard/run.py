@@ -14,7 +14,6 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
@@ -30,15 +29,14 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out, unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
-from datatrove_ckpt.maintenance.run_check import check_output_of_run
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
-from datatrove_ckpt.output.hub_access import hub_folder_of
-from datatrove_ckpt.output.hub_commits import remove_files
+from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.output.writers import check_rank_in_template
+from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
@@ -49,7 +47,6 @@ from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, Seekin
 from datatrove_ckpt.readers.inputs import Inputs, divide, joined, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
-from datatrove_ckpt.retrying import failure_line, file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -144,7 +141,7 @@ def _resume(
 
 
 def _carry_out(plan: RunPlan, runner: InferenceRunner, begun: ReshardPlan) -> None:
-    carry_out(runner.checkpoints_root, begun, plan.forget, partial(remove_output, runner.output_writer))
+    carry_out(runner.checkpoints_root, begun, plan.forget, partial(remove_output, runner.output_writer.output_folder))
 
 
 # what can be dealt out ---------------------------------------------------------------------------------------------
@@ -429,32 +426,6 @@ def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> li
     check = OutputCheck(writer, root)
     found = check.look(commits)
     return [name for rank in commits for name in check.unfinished_files(rank, found)]
-
-
-def remove_output(writer: DiskWriter, names: Sequence[str]) -> None:
-    """Removes those of the files that are there.
-
-    Raises:
-        OutputFailed, StorageFailed: one could not be removed.
-    """
-    if (hub := hub_folder_of(writer)) is not None:
-        remove_files(hub, names)
-        return
-    folder = writer.output_folder
-    for name in names:
-        if folder.is_local():
-            files.disk.remove(Path(folder.resolve_paths(name)))
-            continue
-        try:
-            with file_system_call():
-                folder.rm_file(name)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            where = folder.resolve_paths(name)
-            raise OutputFailed(
-                f"{where} could not be removed: {failure_line(error)}. Run the same command again."
-            ) from error
 
 
 # Dealing out ----------------------------------------------------------------------------------------------------------

@@ -1,43 +1,148 @@
-"""``datatrove-ckpt fork``: says what a new run keeps and costs, then makes its checkpoint folder.
+"""``datatrove-ckpt relocate``, ``fork`` and ``reshard``: each says what it changes, changes it, and says what is next.
 
-Exit codes: 0 made (with --dry-run: would be); 1 the other run is damaged or running, or the disk refused something; 2 a
+Exit codes: 0 done (with --dry-run: would be); 1 a rank is running, or something is damaged, missing or changed; 2 a
 mistake in a file or on the command line.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.commits import repair_command
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, compare
-from datatrove_ckpt.cli.overrides import make_executor
+from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
+from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance import repair_mirror
+from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.fork import (
     Fork,
+    Source,
     built,
     check_mirror,
     check_source,
     check_target,
     is_made,
     put_in_place,
+    real_place,
     upload,
 )
-from datatrove_ckpt.maintenance.fork_source import Source, real_place
-from datatrove_ckpt.maintenance.inspect import find_ranks
 from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
-from datatrove_ckpt.maintenance.where import Place, is_config
+from datatrove_ckpt.maintenance.verify import Problem
+from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
+from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.preflight.reshard.run import Resharded
+from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
+
+_SHOWN, _OTHERS_SHOWN = 20, 5
+
+
+@contextmanager
+def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
+    """What the command looks at, as a folder with all of it: the ranks of a mirror are restored in a copy."""
+    with place_of(arguments, trusted=True) as place:
+        if not place.is_copy:
+            yield place
+            return
+        with restored(place) as copy:
+            yield copy
+
+
+# relocate -------------------------------------------------------------------------------------------------------------
+
+
+def relocate(arguments: argparse.Namespace) -> int:
+    """Compares the files, prints what it changes, and changes it. Returns the exit code."""
+    with _restored(arguments) as place:
+        output = arguments.output or output_folder_of(place.config)
+        if output is None:
+            raise ConfigError(
+                "--output: name the folder, or the URL, where the output files are now. A YAML file of the run at the "
+                "new place as WHAT tells it, too."
+            )
+        report = checks.verify(place.folder, output, not arguments.sizes_only, place.given)
+        plan = plan_relocation(report, is_mirror=place.is_copy)
+        if plan.obstacles:
+            say(place.said(_obstacles(plan, place)))
+            return 1
+        for line in _describe_relocation(plan, arguments.sizes_only):
+            say(place.said(line))
+        if plan.is_done:
+            return 0
+        if arguments.dry_run:
+            say("Nothing was done (--dry-run).")
+            return 0
+        carry_out(plan)
+        if place.is_copy:  # a process that still works on these ranks stops when it sees the new owner
+            upload_ranks(place, plan.ranks)
+    where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
+    say(
+        f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
+        "the original as well: both would process the rest."
+    )
+    return 0
+
+
+def _obstacles(plan: Relocation, place: Place) -> str:
+    shown = [line.replace(plan.report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
+    found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
+    return "\n".join([*shown, f"{found} {_way_out(plan, place)}"])
+
+
+def _way_out(plan: Relocation, place: Place) -> str:
+    """Names `repair` only where it makes again what is lost. It refuses other files than those that are still there."""
+    if any(problem.kind == "rank" for problem in plan.obstacles):
+        return "Copy these files and folders again, and relocate again."
+    if there := folders_still_there(plan.report):
+        return f"Copy these files again from {', '.join(there)}, and relocate again."
+    repair = repair_command(place.given, output=plan.report.output)
+    again = "Copy these files again, and relocate again."
+    return f"{again} What is lost can be made again: {repair}, then relocate, then run."
+
+
+def _shown(problems: list[Problem], most: int) -> list[str]:
+    more = [f"... and {len(problems) - most} more"] if len(problems) > most else []
+    return [*map(str, problems[:most]), *more]
+
+
+def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
+    report = plan.report
+    compared = "names and sizes" if sizes_only else "names, sizes and contents"
+    files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
+    lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
+    if plan.not_started:
+        one = len(plan.not_started) == 1
+        lines.append(
+            f"{name_tasks(plan.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
+            f"{'it did, copy its folder' if one else 'they did, copy their folders'}, too, and relocate again before "
+            "you run: what is not here is paid again."
+        )
+    if plan.is_done:
+        return [*lines, f"{report.checkpoints} names this folder already. There is nothing to do."]
+    lines += [f"{FOLDER}: {old} -> {plan.where}" for old in plan.old]
+    if plan.others:
+        verify = shlex.join(["datatrove-ckpt", "verify", str(report.checkpoints), "--output", report.output])
+        lines += _shown(plan.others, _OTHERS_SHOWN)
+        lines.append(f"{plural(len(plan.others), 'problem')} that the place has nothing to do with: {verify}")
+    return lines
+
+
+# fork -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -71,18 +176,17 @@ class NewRun:
 def fork(arguments: argparse.Namespace) -> int:
     """Says what is kept and what the new run costs, and makes it. Returns the exit code."""
     new = _new_run(arguments)
-    with _place_of(arguments, new) as place:
-        if not place.is_copy:
-            return _fork(arguments, place, new)
-        with repair_mirror.restored(place) as copy:
-            return _fork(arguments, copy, new)
+    # The overrides are the new run's, if it has a file.
+    overrides = [] if new.config is not None else arguments.overrides
+    with _restored(argparse.Namespace(what=arguments.what, overrides=overrides)) as place:
+        return _fork(arguments, place, new)
 
 
 def _new_run(arguments: argparse.Namespace) -> NewRun:
     if not is_config(arguments.new):
         return NewRun(Path(arguments.new))
     with log_disabled(*_NOT_ABOUT_IT):
-        executor = make_executor(argparse.Namespace(config=arguments.new, overrides=arguments.overrides))
+        executor = make_executor(arguments.new, arguments.overrides)
     plan = RunPlan.of(executor)
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir]
     if len(kept) != 1:
@@ -94,22 +198,16 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
     return NewRun(kept[0].step.checkpoints_root, arguments.new, kept[0], str(logs))
 
 
-def _place_of(arguments: argparse.Namespace, new: NewRun) -> AbstractContextManager[Place]:
-    """The other run. The overrides are the new run's, if it has a file."""
-    overrides = [] if new.config is not None else arguments.overrides
-    return place_of(argparse.Namespace(what=arguments.what, overrides=overrides), trusted=True)
-
-
 def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     source = place.what if place.is_copy else str(place.folder.absolute())
     check_source(place.folder)
-    run = Source.read(place.folder, find_ranks(place.folder))
+    run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)
     if not arguments.no_answers and is_made(new.folder, source):
         say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        say(_what_next(new))
+        say(_start_fork(new))
         return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
@@ -123,7 +221,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
         if new.mirror is not None:
             upload(folder, new.mirror)
         put_in_place(folder, new.folder)
-    say(_what_next(new))
+    say(_start_fork(new))
     return 0
 
 
@@ -190,7 +288,8 @@ def _costs(
         yield f"cost: not known {how} {plural(total, 'document')}, because none is finished in {what}"
         return
     more, each = _rollouts(run, new)
-    sums = (getattr(totals.counts, name) + getattr(totals.unfinished, name) for name in _SUMS)
+    done = totals.done
+    sums = (done.requests, done.prompt_tokens, done.completion_tokens)
     requests, prompt, completion = (round(number * more * total / totals.documents) for number in sums)
     yield (
         f"cost: {how} {plural(total, 'document')}, if each {each}: {_amount(requests, prompt, completion, arguments)}, "
@@ -238,7 +337,6 @@ def _changed(what: str, run: Source, new: NewRun) -> str:
 _ROLLOUTS = "rollouts_per_document"
 _NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
-_SUMS = ("requests", "prompt_tokens", "completion_tokens")
 
 
 def _documents(found: Fork, state: RunState) -> tuple[int, str]:
@@ -271,7 +369,7 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
     return f"{text} ({(prompt * prices[0] + completion * prices[1]) / 1e6:,.2f})"
 
 
-def _what_next(new: NewRun) -> str:
+def _start_fork(new: NewRun) -> str:
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else str(new.folder)
         return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
@@ -279,3 +377,66 @@ def _what_next(new: NewRun) -> str:
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
     )
+
+
+# reshard --------------------------------------------------------------------------------------------------------------
+
+
+def reshard(arguments: argparse.Namespace) -> int:
+    """Prints the sums. Returns the exit code."""
+    if not is_config(arguments.what):
+        raise ConfigError(
+            f"reshard: {arguments.what} is no YAML file. What is left of the input is read through the steps of the "
+            "run's pipeline, which only its YAML file names."
+        )
+    with place_of(arguments) as place:
+        before = _tasks(place.folder)
+    overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
+    executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
+    found = deal_out(executor, arguments.tasks, arguments.dry_run)
+    for line in _describe_reshard(found, arguments.dry_run):
+        say(line)
+    if not arguments.dry_run:
+        again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
+        say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
+    return 0
+
+
+def _tasks(root: Path) -> int:
+    paths = [root / JOB, *(rank_folder(root, rank) / RUN for rank in rank_numbers(root))]
+    for path in paths:
+        if path.exists() and (tasks := read_run(path).get("tasks")):
+            return int(tasks)
+    raise ConfigError(f"reshard: {root} holds no checkpoint that tells its number of tasks.")
+
+
+def _describe_reshard(found: Resharded, dry_run: bool) -> list[str]:
+    """What was done, or would be, in sentences."""
+    if found.resumed:
+        return [f"{found.before} -> {plural(found.after, 'task')}: the interrupted change is carried out."]
+    lines = [
+        f"{found.before} -> {plural(found.after, 'task')}: {plural(found.documents, 'finished document')} and "
+        f"{plural(found.answers, 'saved answer')} are kept."
+    ]
+    if found.moved_documents or found.moved_answers:
+        lines.append(
+            f"{plural(found.moved_documents, 'finished document')} and {plural(found.moved_answers, 'saved answer')} "
+            "of tasks that will no longer exist go to other tasks."
+        )
+    if found.lost_answers:
+        lines.append(
+            f"{plural(found.lost_answers, 'answer')} of them will be requested again: with seed, a request depends on "
+            "the number of its document in the task."
+        )
+    total = sum(found.dealt)
+    if not total:
+        return [*lines, "Nothing of the input is left."]
+    lines.append(
+        f"{byte_size(int(total))} of the input are left. The largest task had {_share(found.left)} of them, and "
+        f"{'would have' if dry_run else 'has'} {_share(found.dealt)} now; {plural(found.cuts, 'cut')} through files."
+    )
+    return lines
+
+
+def _share(sizes: list[float]) -> str:
+    return f"{100 * max(sizes, default=0) / (sum(sizes) or 1):.0f} %"

@@ -1,0 +1,659 @@
+"""RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
+
+The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and last_chunk, the
+history, the journals, and the commits last. A run adds commits meanwhile. So what was read before them proves less, and
+nothing wrong; and a chunk that is committed meanwhile has left its journal, and is counted as committed.
+
+``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters. Their output goes to
+the same folder. ``RankLedger.root`` names the retry that a rank belongs to; "" is CHECKPOINTS itself.
+
+Ledgers are small without their commits, and are dropped after use: there may be ten thousand ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import (
+    MAX_GAP,
+    Commit,
+    CommitsDamaged,
+    CommitSums,
+    DocumentCounts,
+    read_commits,
+    read_last_chunk,
+    scan_commits,
+    sum_commits,
+    sum_counts,
+    sum_journal,
+)
+from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
+from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
+from datatrove_ckpt.checkpoint.history_records import WorkCounts
+from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
+from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    HISTORY,
+    LOCK,
+    RUN,
+    SHARD,
+    check_files,
+    is_journal,
+    journal_indices,
+    journal_name,
+    journal_path,
+    last_chunk_of,
+    rank_folder,
+    rank_numbers,
+    retry_number,
+)
+from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.checkpoint.sealed import read_shard
+from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
+
+OTHERS = "others"
+"""The causes of dead letters that are too many to be named, in one."""
+_MAX_CAUSES = 20
+_MAX_CAUSE = 120
+_DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
+_BLOCK = 1 << 20
+_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
+_FILES = frozenset((RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE))
+
+
+class Want(Flag):
+    """What to read besides the sums over commits, and who owns the rank.
+
+    SETTINGS    all of run.json, with hashes in the place of secrets
+    HISTORY     the attempts and the last minutes
+    JOURNALS    the documents in journals, counted
+    COMMITS     the commits; with them, every line of commits and journals is checked
+    LETTERS     the causes of dead letters
+    """
+
+    SETTINGS = auto()
+    HISTORY = auto()
+    JOURNALS = auto()
+    COMMITS = auto()
+    LETTERS = auto()
+
+
+CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
+"""What commands read that look for damage, or change something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many bytes to read of a rank, at most. Documents and dead letters may be large.
+
+    Attributes:
+        journals: if they are larger, the history tells how many documents are in them.
+        letters: of its dead letters, the last ones are read.
+    """
+
+    journals: int
+    letters: int
+
+
+@dataclass(slots=True)
+class RankLedger:
+    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be read.
+
+    Attributes:
+        run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner, and the number of reshards.
+        holder: host and pid of the process that works on this rank now.
+        is_finished: it has neither lock file, nor request cache, nor journal: a run removes them when all documents are
+            committed. ``repair`` leaves the lock file in place, which marks the rank as unfinished.
+        expected: what other files say about the commits.
+        journals: the documents in each journal; None: too large to be counted, and the history knows their sum.
+        ends: fingerprint of the last document of each journal, by ordinal. With ``Want.COMMITS``.
+        commits: by chunk index, in the order in which they were written.
+        causes: of dead letters, with how often each occurs.
+        written: when the files were last written that a run writes, in Unix seconds, if that may matter.
+        damage: why a run would refuse the folder.
+    """
+
+    root: str
+    number: int
+    folder: Path
+    run: Json = field(default_factory=dict)
+    holder: Json | None = None
+    is_finished: bool = False
+    expected: Expected | None = None
+    history: RecentHistory = field(default_factory=RecentHistory)
+    journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
+    open_chunks: list[int] = field(default_factory=list)
+    ends: dict[int, str] = field(default_factory=dict)
+    sums: CommitSums = field(default_factory=CommitSums)
+    commits: dict[int, Commit] = field(default_factory=dict)
+    causes: Counter[str] = field(default_factory=Counter)
+    written: dict[str, float] = field(default_factory=dict)
+    damage: CheckpointError | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.root, self.number
+
+    @property
+    def place(self) -> str:
+        """For people: "retry-00001, rank 3"."""
+        return name_place(self.root, self.number)
+
+    @property
+    def commits_file(self) -> Path:
+        return self.folder / COMMITS
+
+    @property
+    def dead_letters_file(self) -> Path:
+        return self.folder / DEAD_LETTERS
+
+    @property
+    def last_chunk_file(self) -> Path:
+        return last_chunk_of(self.folder)
+
+    @property
+    def settings(self) -> Json:
+        """The identity in ``run.json``: the settings that all ranks of a run share."""
+        return settings_in(self.run)
+
+    @property
+    def state(self) -> Literal["running", "finished", "unfinished", "damaged"]:
+        if self.damage is not None:
+            return "damaged"
+        return "running" if self.holder else "finished" if self.is_finished else "unfinished"
+
+    @property
+    def last_commit(self) -> float | None:
+        """When it was made, in Unix seconds. The file tells it of a commit by an earlier release."""
+        return (self.sums.at or self.written.get(COMMITS)) if self.sums.indices else None
+
+    @property
+    def attempts(self) -> int:
+        """How many processes have owned the rank."""
+        return int(self.run.get("owner", {}).get("fence", 0))
+
+    @property
+    def open_journals(self) -> dict[int, DocumentCounts]:
+        """The journals of chunks that are not committed, if they were counted."""
+        journals = self.journals or {}
+        return {index: journals[index] for index in self.open_chunks if index in journals}
+
+    @property
+    def unfinished(self) -> DocumentCounts:
+        """The documents in journals of chunks that are not committed. As old as the history, if it tells their sum."""
+        if self.journals is None:
+            assert self.history.last is not None
+            done, committed = self.history.last.documents, self.sums.counts
+            return DocumentCounts(*(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS))
+        return sum_counts(self.open_journals.values())
+
+    @property
+    def has_said_its_end(self) -> bool:
+        """Whether the newest attempt could say that it ended: then its last progress line knows of every document.
+
+        ``reshard`` is an owner, too, and its journals may hold documents of another rank.
+        """
+        attempts = self.history.attempts
+        return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.attempts
+
+    def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
+        """The bytes from ``start`` to ``end`` of the dead letters file, in blocks. Read now: they may be many."""
+        if end <= start or not self.dead_letters_file.exists():
+            return
+        with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
+            file.seek(start)
+            while start < end and (block := file.read(min(_BLOCK, end - start))):
+                yield block
+                start += len(block)
+
+    def count_dead_letters(self, start: int, end: int) -> int:
+        """The number of dead letters between two byte offsets."""
+        return sum(block.count(b"\n") for block in self.dead_letters(start, end))
+
+
+def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
+    """A rank or a chunk by its name for people: "retry-00001, rank 3, chunk 7"."""
+    parts = [root] if root else []
+    parts += [f"rank {rank}"] if rank is not None else []
+    parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
+    return ", ".join(parts)
+
+
+# all ranks -----------------------------------------------------------------------------------------------------------
+
+
+def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
+    """Root, number and folder of all ranks that have a folder, those of ``checkpoints`` itself first.
+
+    Raises:
+        ConfigError: there is no rank, or this user may not list them.
+    """
+    found = []
+    try:
+        if checkpoints.is_dir():
+            names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
+            for root in ("", *names):
+                if (folder := checkpoints / root).is_dir():
+                    found += [(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]
+    except PermissionError as error:
+        raise not_permitted(checkpoints, error) from None
+    if found:
+        return found
+    if not checkpoints.exists():
+        raise ConfigError(f"{checkpoints} does not exist. Give the folder that checkpoints_local_dir names.")
+    raise ConfigError(
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
+        "checkpoints_local_dir names."
+    )
+
+
+def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
+    """Reads the ranks one after the other.
+
+    Raises:
+        ConfigError: there is no rank, or this user may not read one.
+    """
+    for place in find_ranks(checkpoints):
+        rank = read_rank(*place, want)
+        try:
+            check_readable(rank)
+        except PermissionError as error:
+            raise not_permitted(checkpoints, error) from None
+        yield rank
+
+
+def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
+    """The error for a checkpoint that this user may not read."""
+    share = f", or ask that user for: chmod -R g+rX {checkpoints}"
+    return ConfigError(not_readable(error.filename) + share)
+
+
+@dataclass(slots=True)
+class JobSums:
+    """Sums over the ranks of a job and their retries: each document counts once.
+
+    Attributes:
+        counts: what is committed. A document that a retry has written is not dead.
+        files: of the output.
+        work: what all attempts did, if histories were read. Of an attempt that was killed, the last minute is missing.
+        attempts: of ranks and retries.
+    """
+
+    ranks: int = 0
+    retries: int = 0
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    files: int = 0
+    work: WorkCounts = field(default_factory=WorkCounts)
+    attempts: int = 0
+
+    def add(self, rank: RankLedger) -> None:
+        """Adds a rank, or a retry."""
+        self.ranks += not rank.root
+        self.retries += bool(rank.root)
+        self.counts.add_retry(rank.sums.counts) if rank.root else self.counts.add(rank.sums.counts)
+        self.files += rank.sums.files
+        self.attempts += rank.attempts
+        if rank.history.last is not None:
+            self.work = self.work.plus(rank.history.last.total)
+
+
+# one rank ------------------------------------------------------------------------------------------------------------
+
+
+def read_rank(
+    root: str,
+    number: int,
+    folder: Path,
+    want: Want,
+    limits: Limits | None = None,
+    read: Callable[[Path], dict[int, Commit]] = read_commits,
+) -> RankLedger:
+    """Reads one rank. Damage is in the ledger, and no error.
+
+    Args:
+        read: ``read_commits``, or that of the rank's checkpoint, if it is open.
+    """
+    rank = RankLedger(root, number, folder)
+    try:
+        _read(rank, want, limits, read)
+    except CheckpointError as error:  # what was read before proves nothing
+        return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
+    return rank
+
+
+def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[Path], dict[int, Commit]]) -> None:
+    """
+    Raises:
+        CheckpointError: a run would refuse the folder, too.
+    """
+    found = _Listing(rank.folder)
+    if LOCK in found.entries:
+        rank.holder = files.lock_holder(found.path(LOCK))
+    if RUN in found.entries and found.entries[RUN].is_file():
+        rank.run = _read_run(found.path(RUN), want)
+    found.check()
+    is_finished = found.is_finished
+    if not rank.run and Want.JOURNALS in want:
+        refuse_missing_run_json(rank.folder)
+    rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
+    if Want.HISTORY in want and HISTORY in found.entries:
+        rank.history = read_recent(found.path(HISTORY))
+    ordinals: dict[int, dict[int, str]] = {}
+    if Want.JOURNALS in want:
+        rank.journals = _read_journals(rank, found, want, limits, ordinals)
+    if Want.COMMITS in want:
+        rank.commits = read(rank.commits_file)
+        rank.sums = CommitSums.of(rank.commits.values())
+    elif COMMITS in found.entries:
+        path = found.path(COMMITS)
+        rank.sums = sum_commits(path) or CommitSums.of(read_commits(Path(path)).values())
+    expected.check(rank.sums)
+    _check_journals(rank, ordinals)
+    rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
+    rank.is_finished = is_finished
+    names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
+    if not is_finished or rank.sums.at is None:
+        names += [COMMITS, *map(journal_name, found.journals)]
+    rank.written = found.times(names)
+    if Want.LETTERS in want and limits is not None and rank.sums.counts.dead:
+        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), limits.letters)
+
+
+class _Listing:
+    """What is in a rank's folder: few system calls, because there may be ten thousand ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self.folder = folder, str(folder)
+        self.journals: list[int] = []
+        try:
+            with explained("read", folder), os.scandir(folder) as entries:
+                self.entries = {entry.name: entry for entry in entries}
+        except StorageFailed:
+            self._refuse()
+            raise
+
+    def check(self) -> None:
+        """Finds the journals.
+
+        Raises:
+            CheckpointCorrupt: something else has the name of a file, or of the folder itself.
+        """
+        for name, entry in self.entries.items():
+            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
+            if (is_journals and not is_journal(name)) or ((is_journals or name in _FILES) and not entry.is_file()):
+                self._refuse()
+            elif is_journals:
+                self.journals.append(int(name[6:-6]))
+        self.journals.sort()
+
+    def _refuse(self) -> None:
+        """Raises, unless what was there has just gone."""
+        check_files(self._path, last_chunk_of(self._path))
+
+    @property
+    def is_finished(self) -> bool:
+        """See ``layout.is_finished``."""
+        return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def size(self, *names: str) -> int:
+        """In bytes; 0 if there is no such file."""
+        found = 0
+        for name in names:
+            with suppress(KeyError, FileNotFoundError):
+                found += self.entries[name].stat().st_size
+        return found
+
+    def times(self, names: Iterable[str]) -> dict[str, float]:
+        """When these files were last written, in Unix seconds."""
+        found = {}
+        for name in names:
+            with suppress(KeyError, FileNotFoundError):
+                found[name] = self.entries[name].stat().st_mtime
+        return found
+
+
+def _read_run(path: str, want: Want) -> Json:
+    if Want.SETTINGS in want:
+        return read_run(Path(path))
+    with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
+        run = parse_run(path, file.read())
+    return {name: run[name] for name in ("owner", RESHARDS) if name in run}
+
+
+def _read_journals(
+    rank: RankLedger, found: _Listing, want: Want, limits: Limits | None, ordinals: dict[int, dict[int, str]]
+) -> dict[int, DocumentCounts] | None:
+    """The counts of each journal; None if the history knows their sum, and they need not or may not be read.
+
+    Args:
+        ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
+
+    Raises:
+        CheckpointCorrupt: one is damaged.
+    """
+    if limits is not None and rank.history.last is not None and found.journals:
+        too_large = found.size(*map(journal_name, found.journals)) > limits.journals
+        if too_large or rank.has_said_its_end:
+            return None
+    counted = {}
+    for index in found.journals:
+        path = found.path(journal_name(index))
+        counts = None if Want.COMMITS in want else sum_journal(path)
+        if counts is None:
+            counts, ordinals[index] = DocumentCounts(), {}
+            for _, one in read_finished(Path(path), ordinals[index]):
+                if one is not None:
+                    counts.count(one.outcome, *one.numbers)
+        counted[index] = counts
+    return counted
+
+
+def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> None:
+    """
+    Raises:
+        CheckpointCorrupt: a journal holds a document of another chunk.
+    """
+    if not ordinals:
+        return
+    per_chunk = rank.run.get("records_per_chunk") or 0
+    for index, first, end in uncommitted_journals(rank.folder, rank.commits, per_chunk):
+        strangers = [ordinal for ordinal in ordinals.get(index, ()) if not first <= ordinal < end]
+        if strangers and per_chunk:
+            path = journal_path(rank.folder, index)
+            raise CheckpointCorrupt(f"{path}: document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
+    rank.ends = {max(known): known[max(known)] for known in ordinals.values() if known}
+
+
+def check_readable(rank: RankLedger) -> None:
+    """Finds out whether files cause the damage that this user may not read, or that are none.
+
+    Raises:
+        PermissionError: one cannot be read.
+    """
+    if rank.damage is None or not rank.folder.is_dir():
+        return
+    with suppress(CheckpointCorrupt):
+        for name in (RUN, COMMITS, HISTORY, *map(journal_name, journal_indices(rank.folder))):
+            with suppress(FileNotFoundError):
+                os.close(os.open(rank.folder / name, os.O_RDONLY | os.O_NONBLOCK))
+
+
+# dead letters --------------------------------------------------------------------------------------------------------
+
+
+def _causes(path: str, size: int, most: int) -> Counter[str]:
+    """How often each cause occurs in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
+    causes: Counter[str] = Counter()
+    with suppress(FileNotFoundError), explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
+        if size > most:
+            file.seek(size - most)
+            file.readline()
+        for line in file.read(most).splitlines():
+            with suppress(ValueError, TypeError, AttributeError):
+                letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
+                causes[_cause(str(letter.get("kind", "")), str(letter.get("error", "")))] += 1
+    return few(causes)
+
+
+def _cause(kind: str, error: str) -> str:
+    first = "".join(character if character.isprintable() else " " for character in error.partition("\n")[0])
+    text = first if kind in ("", "str") or first.startswith(kind) else f"{kind}: {first}"
+    text = _DIGITS.sub("#", text)
+    return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]}..."
+
+
+def few(causes: Counter[str]) -> Counter[str]:
+    """The most frequent causes; the others in one."""
+    kept = Counter(dict(causes.most_common(_MAX_CAUSES)))
+    if others := causes.total() - kept.total():
+        kept[OTHERS] += others
+    return kept
+
+
+# lost commits ---------------------------------------------------------------------------------------------------------
+
+# Whether all commits of a rank are still there. Several files say how many there must be.
+#
+#     run.json        how many there were when the last owner started
+#     last_chunk      all chunks up to this one were committed
+#     shard.json      how many documents the input had; a finished rank has committed all of them
+#
+# Each of them may be missing, or older than the log: then it proves less, but nothing wrong.
+
+
+_START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the other files say about a rank's commits. To be read before the commits, to which a run adds meanwhile.
+
+    Attributes:
+        known: number of commits when the rank's last owner started.
+        last: the chunk up to which all were committed; None: nothing says it.
+        documents: number of documents of a finished rank; None: nothing says it, or the rank is not finished.
+    """
+
+    folder: Path
+    known: int = 0
+    last: int | None = None
+    documents: int | None = None
+
+    @classmethod
+    def read(cls, folder: Path, finished: bool, run: Json) -> Expected:
+        """
+        Args:
+            folder: the rank's folder.
+            finished: whether the rank is finished.
+            run: the content of its ``run.json``; empty if there is none.
+
+        Raises:
+            CheckpointCorrupt: ``shard.json`` cannot be read.
+        """
+        known = run.get("owner", {}).get("commits", 0)
+        last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
+        return cls(folder, known, last, documents_of(folder / SHARD) if finished else None)
+
+    def check(self, commits: CommitSums) -> None:
+        """Checks that no commit is lost, as far as that can be known.
+
+        Raises:
+            CommitsDamaged: a commit is lost.
+        """
+        path, number = self.folder / COMMITS, len(commits.indices)
+        found = f"{path} holds {number} commits" if path.exists() else f"{path} is missing"
+        if number < self.known:
+            raise CommitsDamaged(path, f"{found}, but there were {self.known} when the rank was last started.")
+        if self.last is not None and commits.unbroken <= self.last:
+            raise CommitsDamaged(
+                path,
+                f"{found}, none of them for chunk {commits.unbroken}, but {last_chunk_of(self.folder)} says that all "
+                f"chunks up to {self.last} are done.",
+            )
+        if self.documents is not None and commits.counts.read < self.documents:
+            raise CommitsDamaged(
+                path,
+                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says that this finished rank "
+                f"has read {self.documents}.",
+            )
+        last = max(commits.indices, default=0)
+        if (gap := last - number) > MAX_GAP:
+            raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
+
+
+def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commit], int]:
+    """The commits of a rank that goes on, as ``scan_commits`` returns them. Changes nothing.
+
+    Args:
+        finished: whether the rank is finished.
+
+    Raises:
+        CommitsDamaged: a commit is lost or damaged.
+        CheckpointCorrupt: a line of another version, commits or dead letters that do not fit each other, or run.json
+            cannot be read.
+    """
+    run = read_run(folder / RUN) if (folder / RUN).exists() else {}
+    expected = Expected.read(folder, finished, run)
+    commits, size = scan_commits(folder / COMMITS)
+    expected.check(CommitSums.of(commits.values()))
+    _check_sequence(folder / COMMITS, commits)
+    _check_dead_letters(folder / DEAD_LETTERS, commits)
+    return commits, size
+
+
+def documents_of(shard: Path) -> int | None:
+    """The number of documents that a finished rank has read, as ``shard.json`` says."""
+    documents = read_shard(shard).get("documents")
+    return documents if is_count(documents) else None
+
+
+def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that each commit starts where the commits before it end, or after that.
+
+    Raises:
+        CheckpointCorrupt: one does not.
+    """
+    expected = ordinal = 0
+    for index, commit in sorted(commits.items()):
+        follows = commit.first_ordinal == ordinal if index == expected else commit.first_ordinal >= ordinal
+        if not follows:
+            raise CheckpointCorrupt(
+                f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
+                f"the commits before it (document {ordinal}). {_START_OVER}"
+            )
+        expected, ordinal = index + 1, commit.next_ordinal
+
+
+def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
+    """Checks that dead_letters.jsonl is as long as the last commit says.
+
+    Raises:
+        CheckpointCorrupt: it is shorter.
+    """
+    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
+    size = path.stat().st_size if path.exists() else 0
+    if size < needed:
+        raise CheckpointCorrupt(
+            f"{path} has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
+            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output."
+        )

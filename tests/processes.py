@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from datatrove_ckpt.inference.servers.guardian import process_table
 
 
 def run(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -25,6 +30,14 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL to all processes of a session."""
+    for process in process_table():
+        if process.session == session:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def write_program(path: Path, text: str) -> None:

@@ -314,8 +314,8 @@ def _summarise(lines: list[bytes]) -> RecentHistory:
     _count(found, attempts, parse_line(minute))
     found.attempts = [attempts[number] for number in sorted(attempts)]
     found.last_at = max((attempt.last_seen for attempt in found.attempts), default=None)
-    if found.attempts and found.attempts[-1].ended is None:  # how fast one was that has ended, its last line says
-        found.window = _window(lines, max(attempts))
+    if found.last is not None and found.attempts[-1].ended is None:  # of one that has ended, its last line says it
+        found.window = _window(lines, max(attempts), found.last)
     if found.is_stuck:
         found.since = _standstill(lines, found.window[-1], max(attempts))
     return found
@@ -359,25 +359,25 @@ def _is_level(one: Progress, other: Progress) -> bool:
     return (one.own.documents, one.own.requests) == (other.own.documents, other.own.requests)
 
 
-def _window(lines: list[bytes], attempt: int) -> list[Progress]:
+def _window(lines: list[bytes], attempt: int, last: Progress) -> list[Progress]:
     """Of the newest attempt: the last minute line, those as old as the two periods, and the first one if it is younger.
 
     Only these are parsed. Of the others, the time is read.
     """
     near: list[tuple[float, bytes]] = []  # age and line, from the last one back
-    last = 0.0
     for line in reversed(lines):
         if (head := _HEAD.match(line, BODY_AT)) is None:
             continue
         if int(head[2]) != attempt:
             break
-        last = last or float(head[1])
-        near.append((last - float(head[1]), line))
+        near.append((last.at - float(head[1]), line))
         if near[-1][0] >= STUCK_SECONDS - 1:
             break
+    if not near:
+        return []
     rate = next((index for index, (age, _) in enumerate(near) if age >= RATE_SECONDS - 1), 0)
-    chosen = [near[index][1] for index in sorted({0, rate, len(near) - 1} & {*range(len(near))}, reverse=True)]
-    return [record for line in chosen if isinstance(record := parse_line(line), Progress)]
+    older = [near[index][1] for index in sorted({rate, len(near) - 1} - {0}, reverse=True)]
+    return [*(record for line in older if isinstance(record := parse_line(line), Progress)), last]
 
 
 def downtime(attempts: list[AttemptSummary]) -> float:

@@ -62,7 +62,7 @@ class InferenceConfig:
             temporary file, deleted when its server stops. Errors of a server show the end of its log.
         master_port: port of the head node when several nodes serve one model. The connection between the nodes'
             runners uses the next one, master_port + 1.
-        server_start_timeout_sec: longest time to create the server's process.
+        server_start_timeout_sec: datatrove's; without effect here, because creating a process never waits.
         server_ready_max_attempts: attempts to reach a starting server. Multiplied by ``server_ready_delay_sec``, this
             is the longest time from the process's start until the server is ready, model loading included.
         server_ready_delay_sec: longest pause between two such attempts.
@@ -466,15 +466,13 @@ class Cause:
     Attributes:
         text: what happened and what to do.
         permanent: another attempt with the same command cannot succeed.
-        port_taken: another process took the port between our choice and the server's bind.
     """
 
     text: str
     permanent: bool = False
-    port_taken: bool = False
 
 
-PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.", port_taken=True)
+PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.")
 CONTEXT_TOO_LONG = Cause("model_max_context is more than the model or the GPU's memory allows. Lower it.", True)
 TOO_FEW_GPUS = Cause("There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).", True)
 GPU_FULL = Cause(
@@ -560,7 +558,6 @@ class Engine:
         Raises:
             ConfigError, ServerStartFailed: see ``find``.
         """
-        self.check(config)  # again: what was unpickled was not constructed
         python = config.server_python
         if python is not None and shutil.which(python) is None:
             raise ConfigError(f"server_python: {python!r} is no program on this node. Give the path of an interpreter.")

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from datatrove.data import Document
@@ -21,8 +21,8 @@ from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
-from datatrove_ckpt.readers.no_documents import FirstRow, NoDocument, explain, first_row
-from datatrove_ckpt.readers.sampling import list_input
+from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.no_documents import NoDocument, explain
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -187,13 +187,10 @@ def _read_files(
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
-    try:
-        first = first_row(reader, names[0]) if names else FirstRow()
-    except Exception:  # whatever a file system or a decompressor raises; the check says what it knows without this
-        first = FirstRow()
-    if first == FirstRow():
-        return "Check data_folder, glob_pattern and text_key."
-    return f"{names[0]!r}: {explain(reader, first)}"
+    text = ""
+    with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
+        text = explain(reader, names[0]) if names else ""
+    return f"{names[0]!r}: {text}" if text else "Check data_folder, glob_pattern and text_key."
 
 
 # How the work is divided ----------------------------------------------------------------------------------------------

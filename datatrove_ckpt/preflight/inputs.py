@@ -24,12 +24,11 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.inputs import Inputs, shuffled_names
+from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.sampling import MISSING, list_input, options_of, sample_files
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord, SkippedLines
-from datatrove_ckpt.readers.steps import describe_pipeline, describe_step, differences
+from datatrove_ckpt.readers.steps import describe_pipeline, differences
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -111,13 +110,8 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
-    listed, visible = describe_pipeline(pipeline, code_of), [describe_step(step) for step in pipeline]
-    changed: dict[int, list[str]] = {}
-    for rank, record in records:
-        if record.pipeline is not None:
-            changed[rank] = differences(record.pipeline, listed)
-        elif record.steps is not None:
-            changed[rank] = differences(record.steps, visible)
+    listed = describe_pipeline(pipeline, code_of)
+    changed = {rank: differences(record.pipeline, listed) for rank, record in records if record.pipeline is not None}
     ranks = [rank for rank, lines in changed.items() if lines]
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])

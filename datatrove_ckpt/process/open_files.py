@@ -19,7 +19,7 @@ from typing import Literal
 
 from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, causes
 
-# The lifeline pipe, the handle of the process, one connection for health and one for metrics.
+# The lifeline pipe, the log while it starts, one connection for health and one for metrics.
 _PER_SERVER = 4
 # 64 journals, the database with its log, a staged file, input files, uploads and the mirror's connections.
 _FILES = 128

@@ -35,6 +35,7 @@ from datatrove_ckpt.readers.inputs import (
     PartInputs,
     metadata_hash,
     part_of,
+    record_reader,
     remedy,
     shorten,
     shuffled_names,
@@ -42,17 +43,21 @@ from datatrove_ckpt.readers.inputs import (
 )
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
+    ALL_ROWS,
     FilePosition,
+    FileRead,
+    FileReading,
     FileState,
     Position,
     PositionedDocument,
     ReaderStart,
+    Row,
+    RowShard,
+    ShardKey,
     State,
     saved_skipped,
     start_reader,
 )
-from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead, FileReading, Row, RowShard, ShardKey
-from datatrove_ckpt.readers.sampling import record_reader
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.redaction import check_no_secrets, check_options
 

@@ -26,9 +26,9 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers.arrow_files import take_rows
 from datatrove_ckpt.readers.hub_messages import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
+from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.retrying import http_status
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
@@ -273,60 +273,49 @@ def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: C
     return rest
 
 
-class _ParquetShard:
-    """A Parquet file as the builder of ``datasets`` reads it, from a row group on.
+def _parquet_tables(source: Any, first: int, count: Count) -> Iterator[tuple[int, Any]] | None:
+    """The tables of a Parquet shard as the builder of ``datasets`` reads it, without row groups before row ``first``.
 
-    The builder's own argument for that, ``row_groups_list``, is ignored by some of its versions.
+    None if the shard is of another format, or if filters decide which rows it has. The builder's own argument for the
+    row groups, ``row_groups_list``, is ignored by some of its versions.
     """
+    arguments = getattr(source, "kwargs", {})
+    builder = getattr(getattr(source, "generate_tables_fn", None), "__self__", None)
+    if type(builder).__module__ != "datasets.packaged_modules.parquet.parquet" or builder is None:
+        return None
+    names = _paths(arguments.get("files") or [])
+    config = builder.config
+    usual = config.filters is None and getattr(config, "on_bad_files", "error") == "error"
+    if len(names) != 1 or not usual or arguments.get("row_groups_list", [None]) != [None]:
+        return None
+    return _read_parquet(builder, names[0], first, count)
 
-    def __init__(self, builder: Any, name: str) -> None:
-        self._builder, self._name = builder, name
 
-    @classmethod
-    def of(cls, source: Any) -> _ParquetShard | None:
-        """None if the shard is of another format, or if filters decide which rows it has."""
-        arguments = getattr(source, "kwargs", {})
-        builder = getattr(getattr(source, "generate_tables_fn", None), "__self__", None)
-        if type(builder).__module__ != "datasets.packaged_modules.parquet.parquet" or builder is None:
-            return None
-        names = _paths(arguments.get("files") or [])
-        config = builder.config
-        usual = config.filters is None and getattr(config, "on_bad_files", "error") == "error"
-        if len(names) != 1 or not usual or arguments.get("row_groups_list", [None]) != [None]:
-            return None
-        return cls(builder, names[0])
+def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator[tuple[int, Any]]:
+    """The number of a table's first row, and the table."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    from datasets.download.download_config import DownloadConfig
+    from datasets.utils.file_utils import xopen
 
-    def tables(self, first: int, count: Count) -> Iterator[tuple[int, Any]]:
-        """The number of a table's first row, and the table; without row groups before row ``first``."""
-        import pyarrow as pa
-        import pyarrow.dataset as ds
-
-        config = self._builder.config
-        scan = getattr(config, "fragment_scan_options", None)  # since version 4.2
-        file_format = ds.ParquetFileFormat(default_fragment_scan_options=scan)
-        with self._open() as file:
-            fragment = file_format.make_fragment(file)
-            sizes = [group.num_rows for group in fragment.row_groups]
-            count(sum(sizes))
-            start, group = 0, 0
-            while group < len(sizes) and start + sizes[group] <= first:
-                start, group = start + sizes[group], group + 1
-            if not (groups := [number for number in range(group, len(sizes)) if sizes[number]]):
-                return
-            options = {"batch_size": config.batch_size or sizes[groups[0]], "columns": config.columns}
-            batches = fragment.subset(row_group_ids=groups).to_batches(
-                **options, batch_readahead=0, fragment_readahead=0
-            )
-            for batch in batches:
-                yield start, self._builder._cast_table(pa.Table.from_batches([batch]))
-                start += batch.num_rows
-
-    def _open(self) -> Any:
-        from datasets.download.download_config import DownloadConfig
-        from datasets.utils.file_utils import xopen
-
-        options = DownloadConfig(token=self._builder.token, storage_options=self._builder.storage_options)
-        return xopen(self._name, "rb", download_config=options)
+    config = builder.config
+    scan = getattr(config, "fragment_scan_options", None)  # since version 4.2
+    file_format = ds.ParquetFileFormat(default_fragment_scan_options=scan)
+    download = DownloadConfig(token=builder.token, storage_options=builder.storage_options)
+    with xopen(name, "rb", download_config=download) as file:
+        fragment = file_format.make_fragment(file)
+        sizes = [group.num_rows for group in fragment.row_groups]
+        count(sum(sizes))
+        start, group = 0, 0
+        while group < len(sizes) and start + sizes[group] <= first:
+            start, group = start + sizes[group], group + 1
+        if not (groups := [number for number in range(group, len(sizes)) if sizes[number]]):
+            return
+        options = {"batch_size": config.batch_size or sizes[groups[0]], "columns": config.columns}
+        batches = fragment.subset(row_group_ids=groups).to_batches(**options, batch_readahead=0, fragment_readahead=0)
+        for batch in batches:
+            yield start, builder._cast_table(pa.Table.from_batches([batch]))
+            start += batch.num_rows
 
 
 class _Rows:
@@ -373,9 +362,9 @@ class _Rows:
 
     def _source_tables(self) -> Iterator[tuple[int, Any]]:
         """The number of a table's first row, and the table."""
-        parquet = _ParquetShard.of(self._source)
+        parquet = _parquet_tables(self._source, self._first, self._count)
         if parquet is not None:
-            yield from parquet.tables(self._first, self._count)
+            yield from parquet
             return
         start = 0
         for _, table in self._source.iter_arrow():

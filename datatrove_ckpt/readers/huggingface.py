@@ -30,9 +30,17 @@ from datatrove_ckpt.readers.extent import InputExtent
 from datatrove_ckpt.readers.hub_messages import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_documents import NoDocument
-from datatrove_ckpt.readers.positions import FilePosition, FileState, State, job_revisions
+from datatrove_ckpt.readers.positions import (
+    Adapter,
+    FilePosition,
+    FileRead,
+    FileState,
+    Row,
+    RowShard,
+    State,
+    job_revisions,
+)
 from datatrove_ckpt.readers.revisions import is_commit
-from datatrove_ckpt.readers.rows import Adapter, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.readers.steps import plain_settings
 
@@ -216,9 +224,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         commit = self._commit(commit)
         try:
             dataset = retrying.READING.run(lambda: self._load(commit), f"the dataset {self.dataset}")
-        except CkptError:
-            raise
-        except ImportError:
+        except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
             raise InputError(self._explain(error, commit)) from error
@@ -228,7 +234,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 f"to one of: {', '.join(map(str, dataset))}."
             )
         self._check_columns(dataset)
-        inputs = DatasetInputs(self.data_folder, self._shuffled(dataset), token, commit)
+        if self.shuffle_files:
+            dataset = dataset.shuffle(seed=_SHUFFLE_SEED)
+        inputs = DatasetInputs(self.data_folder, dataset, token, commit)
         if not inputs.urls:
             raise InputError(f"The dataset {self.dataset!r} has no files for these dataset_options. Correct them.")
         inputs.commit = commit or next(filter(is_commit, map(commit_of, inputs.urls)), None)
@@ -241,9 +249,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return load_from_disk(self.dataset)
         options = self.dataset_options | ({"revision": commit} if commit else {})
         return load_dataset(self.dataset, **options, streaming=self.streaming)
-
-    def _shuffled(self, dataset: Any) -> Any:
-        return dataset.shuffle(seed=_SHUFFLE_SEED) if self.shuffle_files else dataset
 
     def _commit(self, commit: str | None) -> str | None:
         """The commit to read; None if the dataset is not on the hub, or if its revision is a commit already."""

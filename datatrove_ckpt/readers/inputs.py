@@ -15,13 +15,16 @@ When ``reshard`` has dealt an input out, its files are the parts of the rank's s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
+from glob import has_magic
 from operator import xor
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
-from datatrove.io import DataFolder
+from datatrove.io import DataFolder, get_shard_from_paths_file
+from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt import retrying
@@ -29,12 +32,12 @@ from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, State, in_pipeline
-from datatrove_ckpt.readers.rows import ALL_ROWS, FileRead
+from datatrove_ckpt.readers.positions import ALL_ROWS, PLAIN_INTEGER, FilePosition, FileRead, State, in_pipeline
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
+from datatrove_ckpt.readers.steps import plain_settings
 
 _GROUPS = 32
 _NAME_BYTES = 64
-_NAMED = 5
 _TRIED = 500
 _UNEVEN = 0.01
 _SAMPLE = 2**16
@@ -296,16 +299,11 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
     if current_index is None:
         yield f"the file {current!r}, which the position is in, is gone or has another name"
         return
-    groups, per_group = _groups(before)
     entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
-    group = _first_difference(entries, groups, per_group)
-    low = group * per_group
-    for change, old in _single_changes(entries, low, per_group, before):
-        # The group's hash is compared first, because it costs less than the total one.
-        fits_group = group == len(groups) or _group_hash(old, low, per_group) == groups[group]
-        if fits_group and _total_hash(old) == before["all"]:
-            yield change
-            return
+    change, low, per_group = _find_change(entries, before)
+    if change:
+        yield change
+        return
     first = repr(entries[low][0]) if low < len(entries) else "the end"
     yield f"{before['files']} files were read before {current!r}, and they are not the {current_index} before it now; "
     yield f"the first difference is {'at' if per_group == 1 else f'among the {per_group} files from'} {first}"
@@ -314,42 +312,32 @@ def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[s
 
 def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
     """The parts of one sentence about files of which all matter, read or not."""
-    (groups, per_group), low = _groups(before), 0
-    if not groups:
-        per_group = min(len(entries) + 1, _TRIED)
-    else:
-        low = min(_first_difference(entries, groups, per_group) * per_group, len(entries))
-    for change, old in _single_changes(entries, low, per_group, before):
-        if _total_hash(old) == before["all"]:
-            yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
-            return
-    if per_group == 1 and (new := _new_files(entries, groups)):
-        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-        yield f"{', '.join(map(repr, new[:_NAMED]))}{more} {'are' if len(new) > 1 else 'is'} new; "
-    first = f"; the first difference is at {entries[low][0]!r}" if groups and low < len(entries) else ""
+    change, low, _ = _find_change(entries, before)
+    if change:
+        yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
+        return
+    first = f"; the first difference is at {entries[low][0]!r}" if "groups" in before and low < len(entries) else ""
     yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
     yield f"{sum(size for _, size in entries)} bytes{first}"
 
 
-def _groups(before: State) -> tuple[list[int], int]:
-    """The hashes of the groups, as far as the state has them, and the number of files in each."""
+def _find_change(entries: _Entries, before: State) -> tuple[str, int, int]:
+    """The change of a single file that explains the difference, or ""; and where the files that differ first begin,
+    and how many these are."""
     kept, per_group = before.get("groups", ""), 1
     while before["files"] > per_group * _GROUPS:
         per_group *= 2
-    return [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)], per_group
-
-
-def _new_files(entries: _Entries, groups: list[int]) -> list[str]:
-    """The files that were not there, if each of those before has a hash of its own. Others may be gone."""
-    new, place = [], 0
-    for name, size in entries:
-        later = range(place, len(groups))
-        found = next((old for old in later if _short_hash(_entry(old, name, size)) == groups[old]), None)
-        if found is None:
-            new.append(name)
-        else:
-            place = found + 1
-    return new
+    groups = [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)]
+    group = _first_difference(entries, groups, per_group)
+    low = min(group * per_group, len(entries))
+    if not groups:
+        per_group = min(len(entries) + 1, _TRIED)
+    for change, old in _single_changes(entries, low, per_group, before):
+        # The group's hash is compared first, because it costs less than the total one.
+        fits_group = group == len(groups) or _group_hash(old, low, per_group) == groups[group]
+        if fits_group and _total_hash(old) == before["all"]:
+            return change, low, per_group
+    return "", low, per_group
 
 
 def _index_of_current(inputs: Inputs, current: str, expected: int) -> int | None:
@@ -461,9 +449,9 @@ def between(parts: Sequence[Part], start: Place, end: Place) -> list[Part]:
         if index == end.part and not end.at:  # nothing of it, wherever it begins
             break
         if index == start.part and start.at:
-            part = replace_ends(part, begin=start.at)
+            part = part._replace(begin=start.at)
         if index == end.part:
-            part = replace_ends(part, end=end.at)
+            part = part._replace(end=end.at)
         if part.end is None or part.begin != part.end:
             found.append(part)
     return found
@@ -473,12 +461,8 @@ def after(parts: Sequence[Part], start: Place) -> list[Part]:
     """What lies after ``start``."""
     found = list(parts[start.part :])
     if found and start.at:
-        found[0] = replace_ends(found[0], begin=start.at)
+        found[0] = found[0]._replace(begin=start.at)
     return [part for part in found if part.end is None or part.begin != part.end]
-
-
-def replace_ends(part: Part, **ends: FilePosition) -> Part:
-    return part._replace(**ends)  # type: ignore[arg-type]
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -520,3 +504,69 @@ def divide(reader: Any, inputs: Inputs, index: int, part: Part, ends: Sequence[i
             wanted = [end for end in wanted if end > read]
     rows.close()
     return [*pieces, part._replace(begin=begin, bytes=max(0, part.bytes - before))]
+
+
+# Records of what was read -----------------------------------------------------------------------------------------
+
+MISSING = -1
+"""The size of a file that a list names and that does not exist."""
+_THREADS = 16
+_OPTIONS = ("text_key", "id_key", "limit", "skip")
+
+
+def options_of(reader: BaseDiskReader) -> dict[str, Any]:
+    """The arguments of a reader that decide what it makes of its files."""
+    options = {name: getattr(reader, name) for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))}
+    return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
+
+
+def record_reader(reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False) -> ReaderRecord:
+    """Records the first ``count`` files of the input, and samples them."""
+    return ReaderRecord(options_of(reader), sample_files(inputs, range(count)), limited)
+
+
+def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
+    """The files as records, with the sizes that ``inputs`` knows, and with samples of now."""
+    if len(indices) < _THREADS:
+        return [_record(inputs, index) for index in indices]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sample") as threads:
+        return list(threads.map(partial(_record, inputs), indices))
+
+
+def _record(inputs: Inputs, index: int) -> FileRecord:
+    name = inputs.names[index]
+    try:
+        info, size = inputs.info(index), inputs.size(index)
+    except FileNotFoundError:
+        return FileRecord(name, MISSING, "", 0.0)
+    modified = info.get("mtime")
+    sample = inputs.sample(index)
+    return FileRecord(name, size, sample, float(modified) if isinstance(modified, int | float) else 0.0)
+
+
+# The whole input ---------------------------------------------------------------------------------------------------
+
+
+def list_input(reader: BaseDiskReader) -> Inputs:
+    """All files of a reader's input, in the order in which datatrove deals them out to the ranks.
+
+    Raises:
+        OSError: the folder or the list cannot be read.
+    """
+    folder, pattern = reader.data_folder, reader.glob_pattern
+    if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
+        found: Inputs = reader.list_dataset()
+        return found
+    if reader.paths_file:
+        return Inputs(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
+    folder.invalidate_cache()
+    options: dict[str, Any] = {"maxdepth": None if reader.recursive else 1, "detail": True}
+    if is_on_hub(folder):
+        options["expand_info"] = False  # as DataFolder.list_files: one request instead of one per file
+    with naming_hub_input(folder):
+        if pattern:
+            listed = folder.glob(pattern if has_magic(pattern) else f"*{pattern}", **options)
+        else:
+            listed = folder.find("", **options)
+    names = sorted(name for name, info in listed.items() if info["type"] != "directory")
+    return Inputs(folder, names, {index: listed[name] for index, name in enumerate(names)})

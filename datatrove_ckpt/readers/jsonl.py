@@ -39,8 +39,7 @@ from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.no_documents import refuse_array
 from datatrove_ckpt.readers.permutations import permutation
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition
-from datatrove_ckpt.readers.rows import Adapter, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 
 _BLOCK = 2**20

@@ -9,7 +9,6 @@ import codecs
 import csv
 import io
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
@@ -36,23 +35,6 @@ class NoDocument(InputError):
     """No row of a file is a document, and its content tells why."""
 
 
-@dataclass(frozen=True)
-class FirstRow:
-    """The first row of a file, or the beginning of what is no row.
-
-    Attributes:
-        row: the row, if it is one.
-        text: the first characters that are not blank.
-        compression: the compression that the bytes show, although the reader did not decompress them.
-        table: "Parquet" or "Arrow" if the bytes show such a file, and the reader reads another format.
-    """
-
-    row: dict[str, Any] | None = None
-    text: str = ""
-    compression: str | None = None
-    table: str | None = None
-
-
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
     """For a reader that found no document at all, and a file of its input that is not empty.
 
@@ -64,17 +46,10 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
     Raises:
         NoDocument: always, but for such a file.
     """
-    first = first_row(reader, name)
-    if first == FirstRow():
-        return
-    has_own_adapter = reader.adapter != reader._default_adapter
-    row = first.row or {}
-    if not (damaged or has_own_adapter) and reader.text_key in row and not row[reader.text_key]:
-        return
-    raise NoDocument(
-        f"This task's input holds no document, although {name!r} in {reader.data_folder.path} is not empty. "
-        f"{explain(reader, first)}"
-    )
+    if text := explain(reader, name, damaged):
+        raise NoDocument(
+            f"This task's input holds no document, although {name!r} in {reader.data_folder.path} is not empty. {text}"
+        )
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
@@ -86,49 +61,48 @@ def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
     raise InputError(f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}")
 
 
-def explain(reader: BaseDiskReader, first: FirstRow) -> str:
-    """What the file looks like, and what to do."""
-    kind = type(reader).__name__
-    if first.compression is not None:
-        return (
-            f"It is compressed with {first.compression}, and was read without decompressing it: its name should end in "
-            f"{_SUFFIXES[first.compression]}, or set compression. {_RUN_AGAIN}"
-        )
-    if first.table is not None:
-        use = "ParquetReader" if first.table == "Parquet" else "IpcReader"
-        return f"This is a file in the format {first.table}: use {use}, or move the file out of the folder."
-    if first.row is not None:
-        keys = ", ".join(map(repr, list(first.row)[:_SHOWN_KEYS]))
-        if reader.adapter != reader._default_adapter:
-            return f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
-        return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
-    advice = f"Write a format that {kind} reads, choose another reader, or move the file out of the folder."
-    if first.text.startswith("["):
-        advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
-    return f"It begins with {first.text[:_SHOWN_CHARACTERS]!r}. {advice}"
+def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
+    """What a file that gave no document looks like, and what to do; "" if its rows have no text, or if it has none.
 
-
-def first_row(reader: BaseDiskReader, name: str) -> FirstRow:
-    """Looks at the beginning of a file. Empty if all of it is blank, or if it is a table without rows."""
+    Args:
+        damaged: one of its lines was no JSON object.
+    """
     folder: DataFolder = reader.data_folder
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
         file.seek(0)
         if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):  # the last one: a stream of Arrow
-            is_parquet = magic.startswith(b"PAR1")
-            if not isinstance(reader, ParquetReader if is_parquet else IpcReader):
-                return FirstRow(table="Parquet" if is_parquet else "Arrow")
-            return FirstRow(row=_first_table_row(file, magic))
+            table, use = ("Parquet", ParquetReader) if magic.startswith(b"PAR1") else ("Arrow", IpcReader)
+            if isinstance(reader, use):
+                return _explain_row(reader, _first_table_row(file, magic), damaged)
+            return f"This is a file in the format {table}: use {use.__name__}, or move the file out of the folder."
         codec = codec_of(name, getattr(reader, "compression", "infer"))
-        if codec is None or not magic:
-            found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
-            return FirstRow(compression=found) if found else _first_text_row(file, reader)
-        return _first_text_row(io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader)
+        if codec is not None and magic:
+            return _explain_text(io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged)
+        found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
+        if found is None:
+            return _explain_text(file, reader, damaged)
+        return (
+            f"It is compressed with {found}, and was read without decompressing it: its name should end in "
+            f"{_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
+        )
 
 
-def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
+def _explain_row(reader: BaseDiskReader, row: dict[str, Any] | None, damaged: bool) -> str:
+    if row is None:
+        return ""
+    keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
+    if reader.adapter != reader._default_adapter:
+        return f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
+    if not damaged and reader.text_key in row and not row[reader.text_key]:
+        return ""
+    return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
+
+
+def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
     if isinstance(reader, CSVReader):
-        return FirstRow(row=next(csv.DictReader(codecs.iterdecode(file, "utf-8", "replace")), None))
+        lines = codecs.iterdecode(file, "utf-8", "replace")
+        return _explain_row(reader, next(csv.DictReader(lines), None), damaged)
     at_most = () if isinstance(file, AbstractBufferedFile) else (_BLOCK,)  # fsspec's readline takes no size
     while line := file.readline(*at_most):
         line = line.removeprefix(codecs.BOM_UTF8)
@@ -137,8 +111,14 @@ def _first_text_row(file: Any, reader: BaseDiskReader) -> FirstRow:
     with suppress(orjson.JSONDecodeError):
         row = orjson.loads(line)
         if isinstance(row, dict):
-            return FirstRow(row=row)
-    return FirstRow(text=line.decode(errors="replace").strip())
+            return _explain_row(reader, row, damaged)
+    text = line.decode(errors="replace").strip()
+    if text.startswith("["):
+        return f"It begins with {text[:_SHOWN_CHARACTERS]!r}. It seems to be a JSON array. {_ARRAY_ADVICE}"
+    return text and (
+        f"It begins with {text[:_SHOWN_CHARACTERS]!r}. Write a format that {type(reader).__name__} reads, choose "
+        "another reader, or move the file out of the folder."
+    )
 
 
 def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:

@@ -33,12 +33,11 @@ from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import Inputs, list_input, record_reader
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading, State
-from datatrove_ckpt.readers.sampling import list_input, record_reader
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.steps import StepRecord, describe_generator
+from datatrove_ckpt.readers.steps import StepRecord
 
 STATS = "stats"
 """Where a position holds them. Readers do not look at it."""
@@ -173,19 +172,6 @@ def name_file(error: BaseException) -> BaseException:
     return error
 
 
-def record_steps(documents: Iterable[Document]) -> list[StepRecord] | None:
-    """The steps that make these documents, the first one first; None if they are not all known."""
-    records: list[StepRecord] = []
-    while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
-        frame = documents.gi_frame
-        module = str(frame.f_globals.get("__name__", ""))
-        records.insert(0, describe_generator(frame.f_locals.get("self"), module, documents.__qualname__))
-        if "data" not in frame.f_locals:
-            return None
-        documents = frame.f_locals["data"]
-    return records if documents is None else None
-
-
 class PipelineReaders:
     """The readers of files that make these documents. Must be made before the first document is read.
 
@@ -195,7 +181,6 @@ class PipelineReaders:
 
     def __init__(self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None = None) -> None:
         self._pipeline = None if pipeline is None else list(pipeline)
-        self._steps = record_steps(documents)
         found = [(step, names) for step, _, names in steps_before(documents) if isinstance(step, BaseDiskReader)]
         self._readers: list[SeekingReader | _PlainReader] = [
             step if isinstance(step, SeekingReader) else _PlainReader(step, names["rank"], names["world_size"])
@@ -235,7 +220,7 @@ class PipelineReaders:
             records.append(make())
         if not records:
             return None if self._pipeline is None else ShardRecord(skipped=reading.skipped, pipeline=self._pipeline)
-        return ShardRecord(records, reading.skipped, self._steps, self._pipeline)
+        return ShardRecord(records, reading.skipped, self._pipeline)
 
 
 class _PlainReader:

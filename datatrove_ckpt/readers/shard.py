@@ -106,19 +106,16 @@ class ReaderRecord:
 class ShardRecord:
     """The content of ``shard.json``: what a rank has read, and how many lines or rows of it were no documents.
 
-    ``steps``: those before the runner, as the rank sees them; None if an earlier release made the record, or if not all
-    of them are known. ``pipeline``: the same as the executor has them; None if nobody has told the runner.
+    ``pipeline``: the steps before the runner, as the executor has them; None if nobody has told the runner.
     """
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = field(default_factory=SkippedLines)
-    steps: list[StepRecord] | None = None
     pipeline: list[StepRecord] | None = None
 
     def to_json(self) -> dict[str, Any]:
         readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
-        known = {"steps": self.steps, "pipeline": self.pipeline}
-        steps = {name: [asdict(step) for step in found] for name, found in known.items() if found is not None}
+        steps = {} if self.pipeline is None else {"pipeline": [asdict(step) for step in self.pipeline]}
         return {"skipped": self.skipped.to_json(), "readers": readers} | steps
 
     @classmethod
@@ -145,8 +142,5 @@ class ShardRecord:
             ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
             for reader in content["readers"]
         ]
-        steps, pipeline = (
-            [StepRecord(**step) for step in content[name]] if name in content else None
-            for name in ("steps", "pipeline")
-        )
-        return cls(readers, SkippedLines.from_json(content["skipped"]), steps, pipeline)
+        pipeline = [StepRecord(**step) for step in content["pipeline"]] if "pipeline" in content else None
+        return cls(readers, SkippedLines.from_json(content["skipped"]), pipeline)

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,13 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.readers.arrow_files import is_stream, map_or_open, opened, take_rows
+from datatrove_ckpt import retrying
+from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.hub_messages import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
-from datatrove_ckpt.readers.positions import FilePosition
-from datatrove_ckpt.readers.rows import ALL_ROWS, Adapter, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
 
 if TYPE_CHECKING:
@@ -42,7 +42,74 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = pa.RecordBatch | pa.Table
 
+
 Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+def opened(folder: DataFolder, name: str) -> IO[bytes]:
+    """The file, whose reads are repeated if it is a remote one."""
+    with naming_hub_input(folder, name):
+        if folder.is_local():
+            return cast("IO[bytes]", folder.open(name, "rb"))
+        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
+        return cast("IO[bytes]", RetryingFile(file, name))
+
+
+_FILE_MARK, _STREAM_MARK = b"ARROW1", b"\xff\xff\xff\xff"
+
+
+def map_or_open(folder: DataFolder, name: str) -> Any:
+    """A local file as memory, or a remote one whose reads are repeated."""
+    import pyarrow as pa
+
+    return pa.memory_map(folder.resolve_paths(name)) if folder.is_local() else opened(folder, name)
+
+
+def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
+    """Whether an opened file is an Arrow stream, as ``datasets`` writes it, and not a file with a table of contents.
+
+    Args:
+        stream: what the reader was told. It decides for the streams of old releases of Arrow, which have no mark.
+
+    Raises:
+        InputError: the file is neither.
+    """
+    begin = file.read(len(_FILE_MARK))
+    file.seek(0)
+    if begin[:4] == _STREAM_MARK or (stream and begin != _FILE_MARK):
+        return True
+    if begin and not _FILE_MARK.startswith(begin):
+        raise InputError(
+            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, replace it by a "
+            'complete copy; else move it out of the input, or start with glob_pattern="*.arrow". Then run the same '
+            "command again."
+        )
+    return False
+
+
+_Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
+
+
+def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
+    """The rows with these numbers. pyarrow does not take values of each type, as string views; this does."""
+    import pyarrow as pa
+
+    numbers = np.asarray(rows, dtype=np.int64)
+    try:
+        return table.take(pa.array(numbers))
+    except pa.ArrowNotImplementedError:
+        columns = [one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one for one in table.columns]
+        return type(table).from_arrays([take_values(column, numbers) for column in columns], schema=table.schema)
+
+
+def take_values(chunk: Any, rows: Numbers) -> Any:
+    import pyarrow as pa
+
+    try:
+        return chunk.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:  # string views, run-end encoding
+        return pa.array([chunk[row].as_py() for row in rows.tolist()], chunk.type)
+
 
 _CONVERTED_ROWS = 1000
 _SKIPPED_ROWS = 2**13
@@ -51,6 +118,19 @@ _HELD_BYTES = 2**27
 """The most that is kept of a shuffled row group at once, uncompressed."""
 _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class RetryingFile:
+    """A remote file opened for reading, whose reads are repeated."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class _Group(NamedTuple):

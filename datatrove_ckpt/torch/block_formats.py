@@ -35,11 +35,11 @@ import orjson
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.arrow_files import is_stream, map_or_open, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.rows import Row
+from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.tables import is_stream, map_or_open, opened
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -186,14 +186,6 @@ class ParquetBlocks(BlockFile):
             self._cursor = cursor._replace(row=cursor.row + rows, rest=rest)
             table = pa.Table.from_batches(parts)
             return table if columns is None else table.select(list(columns))
-
-    def sample(self, rows: int) -> pa.Table:
-        """At most so many rows of the first group that has some."""
-        import pyarrow as pa
-
-        with naming_damage(self._name):
-            number = next(number for number, group in enumerate(self.index.groups) if group.rows)
-            return pa.Table.from_batches([next(self._file.iter_batches(rows, row_groups=[number]))])
 
     def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""

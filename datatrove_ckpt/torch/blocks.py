@@ -42,7 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from loguru import logger
@@ -321,7 +321,7 @@ class Block:
     bytes: int
 
 
-class BlockInput(Sequence[Block]):
+class BlockInput:
     """The blocks of a reader's files, in their order, and the rows of each. Files stay open while they are read.
 
     Args:
@@ -366,12 +366,11 @@ class BlockInput(Sequence[Block]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> Block: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Block]: ...
-    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+    def __getitem__(self, index: int) -> Block:
         return self._blocks[index]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
 
     def read(self, block: Block, columns: Sequence[str] | None = None) -> Rows:
         """The rows of a block: a table, or for JSONL dicts, with None for a damaged line.

@@ -12,16 +12,17 @@
             ...
             torch.save(loader.state_dict(), f"loader-{rank}.pt")
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns (``deal.py``). So ranks differ by one
+An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one
 sample at most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
-What cannot be counted is read by ``streams.py``, without these.
+What cannot be counted is read by ``StreamEpoch``, without these.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from os import PathLike
 from typing import Any, TypeAlias
 
 from datatrove.data import Document
@@ -31,14 +32,21 @@ from torch.utils.data import IterableDataset, get_worker_info
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.deal import Even, Topology
-from datatrove_ckpt.torch.epoch import Epoch
+from datatrove_ckpt.torch.epoch import (
+    Epoch,
+    Plan,
+    Settings,
+    Sharding,
+    StreamEpoch,
+    is_stream_state,
+    make_order,
+    parse_window,
+    start_state,
+)
 from datatrove_ckpt.torch.index import Index
-from datatrove_ckpt.torch.plan import Plan, Settings, Sharding, make_order, parse_window
-from datatrove_ckpt.torch.shared import Shared
-from datatrove_ckpt.torch.stateful import Handle, Iterations, Refused
-from datatrove_ckpt.torch.states import DatasetState, Slot
-from datatrove_ckpt.torch.streams import StreamEpoch, is_stream_state, start_state
+from datatrove_ckpt.torch.order import Even, Topology
+from datatrove_ckpt.torch.stateful import Handle, Iterations, Refused, Shared
+from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, find_states, load_file, merge_states
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
@@ -89,7 +97,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         batch_size: that of the loader. With it, workers take turns by the batch: only the last batch of a rank is
             smaller, so ``len(loader)`` is exact, and the global batch of a step does not depend on the topology. None:
             workers take turns by the sample.
-        indexed: False: do not count the rows of the input; see ``streams.py``.
+        indexed: False: do not count the rows of the input; see ``StreamEpoch``.
 
     Raises:
         ConfigError: the reader cannot seek, or an argument is not allowed.
@@ -181,11 +189,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         table, window = self._index.table, self.settings.window
         most = make_order(table, self.settings, 0, 0).largest_window
         return most if window.rows is None else most * int(table.bytes.sum()) // max(1, table.total)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether the rows of the input are counted. Else ``streams.py`` reads them."""
-        return self._index is not None
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
@@ -361,3 +364,74 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
 
     def _note_read(self, worker: int | None) -> Callable[[], None]:
         return lambda: self._shared.note_read(worker)
+
+
+def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
+    """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
+
+    Args:
+        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``. It has not begun yet.
+        states: ``loader.state_dict()`` of each rank, in any order, or files that ``torch.save`` has made of them; or
+            one state that ``gather`` or ``merge`` has made.
+
+    Returns:
+        The number of the epoch with which the loop of epochs goes on: that of the states, or the next one if no rank
+        had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
+
+    Raises:
+        ConfigError: the loader has no ``ReaderDataset``, or there is no state of one.
+        CheckpointMismatch: see ``merge`` and ``ReaderDataset.load_state_dict``.
+    """
+    dataset = loader.dataset
+    if not isinstance(dataset, ReaderDataset):
+        raise ConfigError(
+            f"restore() needs a loader of a ReaderDataset, and this one has a {type(dataset).__name__}. Use "
+            "loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
+        )
+    loaded: list[Any] = [load_file(state) for state in states]
+    if dataset._index is None or not any(list(find_states(state)) for state in loaded):
+        return _restore_own(loader, loaded)
+    found = [[DatasetState.from_json(one) for one in find_states(state)] for state in loaded]
+    merged = merge_states([one for those in found for one in those])
+    finished = [bool(state.get("_iterator_finished")) for state in loaded]
+    if merged.ended or all(finished):
+        return merged.epoch + 1
+    if hasattr(loader, "load_state_dict") and not any(finished):
+        for state, those in zip(loaded, found, strict=True):
+            if _is_own(state, those, dataset, loader.num_workers):
+                loader.load_state_dict(state)  # the same samples follow, in the same batches
+                return merged.epoch
+    check_snapshots(loaded)
+    dataset.load_state_dict(merged.to_json())
+    return merged.epoch
+
+
+def _restore_own(loader: Any, states: list[Any]) -> int:
+    """For input that is not counted, and for states of release 0.1: each rank has a state of its own."""
+    counted = next(find_states(states), None)
+    if counted is not None:
+        loader.dataset.load_state_dict(counted)  # which refuses it
+    for state in states:
+        those = list(find_states(state, is_stream_state))
+        if those and (len(states) == 1 or those[0].get("slot", [None])[0] == loader.dataset.rank):
+            if all(one.get("ended") for one in those):
+                return int(those[0]["epoch"]) + 1
+            loader.load_state_dict(state)
+            return int(those[0]["epoch"])
+    raise ConfigError(
+        f"There is no state of rank {loader.dataset.rank} in the {len(states)} that were given. Give the loaders' "
+        "state_dict() of all ranks."
+    )
+
+
+def _is_own(state: Any, those: list[DatasetState], dataset: Any, workers: int) -> bool:
+    """Whether this rank's loader made the state, with the same topology."""
+    settings = dataset.settings
+    return ("_snapshot" if workers else "_num_yielded") in state and all(
+        one.slot is not None
+        and one.slot.rank == dataset.rank
+        and one.slot.world_size == dataset.world_size
+        and one.slot.workers == max(1, workers)
+        and (one.batch, one.even) == (settings.batch, settings.even)
+        for one in those
+    )

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +11,13 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
-from datatrove_ckpt.readers.arrow_files import take_rows
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows
 
-_THREADS = 16
-_SAMPLE = 2**16
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
 
@@ -48,9 +43,6 @@ class Index:
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
         self._inputs = self.blocks._inputs
-        if not self._inputs.folder.is_local():
-            with ThreadPoolExecutor(_THREADS) as threads:
-                list(threads.map(self._inputs.size, range(len(self._inputs.names))))
         files = self._inputs.digest(len(self._inputs.names)).state()
         own = {"skip": reader.skip, "limit": reader.limit, "content": self._content()}
         self.state: State = {"files": files, "rows": self.table.total, "blocks": self.table.hash} | own
@@ -85,18 +77,8 @@ class Index:
     def _content(self) -> list[str]:
         """How the files are sampled, and a hash of the samples: of the ETags of remote files, which cost nothing."""
         inputs = self._inputs
-        local = inputs.folder.is_local()
-        samples = map(self._sample if local else inputs.sample, range(len(inputs.names)))
-        return ["bytes" if local else "tags", xxh3_64_hexdigest("\n".join(samples).encode())]
-
-    def _sample(self, number: int) -> str:
-        """A hash of the first and last 64 kB of a local file."""
-        name = self._inputs.names[number]
-        with suppress(FileNotFoundError), Path(str(self._inputs.folder.resolve_paths(name))).open("rb") as file:
-            sample = file.read(_SAMPLE)
-            file.seek(max(file.tell(), self._inputs.size(number) - _SAMPLE))
-            return str(xxh3_64_hexdigest(sample + file.read(_SAMPLE)))
-        return ""
+        samples = map(inputs.sample, range(len(inputs.names)))
+        return ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest("\n".join(samples).encode())]
 
 
 @dataclass(frozen=True, slots=True)

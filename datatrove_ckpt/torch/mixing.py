@@ -19,7 +19,7 @@ from typing import Any, Literal
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.stateful import State, StatefulWrapper, at_epoch
 
 _END = object()
@@ -82,8 +82,6 @@ class Mix(StatefulWrapper):
 
     def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Mixing:
         sources = [None] * len(self._sources) if state is None else state["sources"]
-        if len(sources) != len(self._sources):  # as many weights, so somebody edited it
-            raise CheckpointMismatch(f"The state of Mix has {len(sources)} sources, and this has {len(self._sources)}.")
         started = [self._start(number, epoch, sources[number]) for number in range(len(sources))]
         draws = f"{self.seed}/{epoch}/{self.rank}/{worker[0]}/{worker[1]}"
         return Mixing(self, epoch, draws, started, 0 if state is None else int(state["drawn"]))

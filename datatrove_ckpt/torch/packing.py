@@ -22,7 +22,6 @@ Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
-_LARGEST = np.iinfo(np.int64).max
 _NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a ReaderDataset."
 
 
@@ -145,7 +144,7 @@ class Packing(Iterator[Any]):
                 )
             held.append(these)
             if separator is not None:
-                held.append(_filled(1, "separator", separator[name], these.dtype))
+                held.append(np.full(1, separator[name], these.dtype))
         self._count += size + (separator is not None)
         if self._pack.positions:
             first = np.zeros(size + (separator is not None), np.bool_)
@@ -176,7 +175,7 @@ class Packing(Iterator[Any]):
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
             fill = 0 if name == _FIRST else (self._pack.pad or {})[name]
-            padded[name] = np.concatenate([tokens, _filled(missing, "pad", fill, tokens.dtype)])
+            padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
             if name == _FIRST:
                 padded[name][len(tokens)] = True
         return padded
@@ -207,23 +206,7 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
         hint = f" {_NO_BATCHES}" if tokens.ndim > 1 else ""
         raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}.{hint}")
-    is_rounded = tokens.dtype.kind == "f" and isinstance(row, list | tuple) and not all(map(_is_exact, row))
-    if is_rounded or (tokens.dtype == np.uint64 and tokens.size and tokens.max() > _LARGEST):
-        raise _no_tokens(
-            row, name, "integers that int64 does not hold, or that are too large to stand beside fractions"
-        )
     return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
-
-
-def _is_exact(number: float) -> bool:
-    return not isinstance(number, int) or abs(number) <= 2**53
-
-
-def _filled(count: int, setting: str, value: float, dtype: Any) -> Tokens:
-    filled = np.full(count, value).astype(dtype)
-    if count and filled[0] != value:
-        raise ConfigError(f"{setting}={value!r} is no value of a column of {dtype}.")
-    return filled
 
 
 def _no_tokens(row: Any, name: str, what: str) -> ConfigError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 from weakref import ref
 
@@ -86,7 +87,6 @@ State: TypeAlias = dict[str, Any]
 """The state of a wrapper: plain JSON values, if the states of its sources are."""
 
 _VERSION = 1
-_UNSET = -1
 _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
@@ -106,7 +106,7 @@ class StatefulWrapper(_Iterable):
     The state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own.
 
     Raises:
-        ConfigError: a source is not stateful, or is there twice.
+        ConfigError: a source is not stateful.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
@@ -119,11 +119,10 @@ class StatefulWrapper(_Iterable):
                     "iterable with a state."
                 )
         self._sources = list(sources)
-        self._shared = SharedEpoch()
+        self._shared = Shared()
         self._next_state: State | None = None
         self._running: tuple[int, tuple[int, int], Iteration] | None = None
         self._iterations = Iterations()
-        self._check_twice()
 
     @abstractmethod
     def _options(self) -> State:
@@ -135,7 +134,7 @@ class StatefulWrapper(_Iterable):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, for the sources, too. Call it before each epoch."""
-        self._shared.set(epoch)
+        self._shared.set_epoch(epoch)
         for source in self._sources:
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
@@ -143,8 +142,8 @@ class StatefulWrapper(_Iterable):
     def at_epoch(self, epoch: int) -> Self:
         """A copy that begins this epoch. Later calls of ``set_epoch`` do not reach it."""
         other = copy.copy(self)
-        other._shared = SharedEpoch()
-        other._shared.set(epoch)
+        other._shared = Shared()
+        other._shared.set_epoch(epoch)
         other._sources = [at_epoch(source, epoch) for source in self._sources]
         other._next_state = other._running = None
         other._iterations = Iterations()
@@ -159,10 +158,9 @@ class StatefulWrapper(_Iterable):
         if state is not None:
             self._check_place(state, epoch, worker)
             epoch = int(state["epoch"])
-        epoch = max(epoch, 0)
         running: Iteration
         if state is not None and state["finished"]:
-            self._shared.note_ended(worker[0])
+            self._shared.note_resumed_at_end(worker[0])
             running = _Ended(state)
         else:
             again = self._comes_again(state, epoch, worker)
@@ -215,24 +213,13 @@ class StatefulWrapper(_Iterable):
         self._next_state = state_dict
         self._iterations.forget()
 
-    def _check_twice(self) -> None:
-        """Raises ConfigError if one source would be iterated twice at once: it has one position only."""
-        seen: set[int] = set()
-        for source in _all_sources(self):
-            if id(source) in seen:
-                raise ConfigError(
-                    f"The same {type(source).__name__} is in {type(self).__name__} twice, and it has one position. "
-                    "Make a dataset of its own for each."
-                )
-            seen.add(id(source))
-
     def _is_older(self, state: State, epoch: int) -> bool:
         """Whether the state is the end of an epoch before the one that was set."""
         return bool(state["finished"]) and epoch > state["epoch"]
 
     def _comes_again(self, state: State | None, epoch: int, worker: tuple[int, int]) -> CheckpointMismatch | None:
         """The error, if an epoch that was at its end would be given once more. See ``ReaderDataset``."""
-        if state is not None or self._shared.epoch == _UNSET or not self._shared.have_ended(worker[1]):
+        if state is not None or not self._shared.epoch_was_set or not self._shared.resumed_at_end(*worker):
             return None
         return CheckpointMismatch(
             f"The state of {type(self).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
@@ -242,7 +229,7 @@ class StatefulWrapper(_Iterable):
 
     def _check_place(self, state: State, epoch: int, worker: tuple[int, int]) -> None:
         name = type(self).__name__
-        if epoch not in (_UNSET, state["epoch"]):
+        if self._shared.epoch_was_set and epoch != state["epoch"]:
             raise CheckpointMismatch(
                 f"The state of {name} was made in epoch {state['epoch']}, and set_epoch said {epoch}. Continue with "
                 f"epoch {state['epoch']}, or start epoch {epoch} without the state."
@@ -294,51 +281,94 @@ class Refused(Iterator[Any]):
 _HEAD = ("kind", "version", "options", "epoch", "worker", "place", "finished")
 
 
-_WORKERS = 512
+_CELLS = 512
+_EPOCH, _EPOCH_CALLS, _LOADS, _WARNED, _WORKERS_READ, _PER_WORKER = range(6)
 
 
-class SharedEpoch:
-    """The epoch, which the copies of its owner in worker processes see, too: in shared memory where torch is there.
+class Shared:
+    """Numbers that a dataset and its copies in workers see alike: in shared memory where torch is there.
 
-    Workers that survive an epoch (``persistent_workers``) would otherwise never learn of the next one.
+    A worker has a copy of the dataset, made when its loader started it: it does not see what happens to the original,
+    and the original does not see what the worker reads.
+
+    ``worker`` is the number of a worker, or None for the process of the training loop.
     """
 
     def __init__(self) -> None:
-        numbers = [_UNSET, 0] + [0] * _WORKERS  # epoch, calls of set, and the call in which each worker was at the end
-        self._numbers: Any = numbers
-        try:
+        self._numbers: Any = [0] * (_PER_WORKER + 3 * (_CELLS + 1))
+        with suppress(ImportError):
             import torch
-        except ImportError:
-            return
-        self._numbers = torch.tensor(numbers, dtype=torch.int64)
-        self._numbers.share_memory_()
+
+            self._numbers = torch.tensor(self._numbers, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """-1: was never set."""
-        return int(self._numbers[0])
+        return int(self._numbers[_EPOCH])
 
-    def set(self, epoch: int) -> None:
-        self._numbers[0] = epoch
-        self._numbers[1] += 1
+    @property
+    def epoch_was_set(self) -> bool:
+        return bool(self._numbers[_EPOCH_CALLS])
 
-    def note_ended(self, worker: int) -> None:
-        """A state of the end of this epoch was resumed."""
-        self._numbers[2 + worker % _WORKERS] = self._numbers[1] + 1
+    def set_epoch(self, epoch: int) -> None:
+        self._numbers[_EPOCH] = epoch
+        self._numbers[_EPOCH_CALLS] += 1
 
-    def have_ended(self, workers: int) -> bool:
-        """Whether all workers have done that since the epoch was set."""
-        now = int(self._numbers[1]) + 1
-        return all(int(self._numbers[2 + worker % _WORKERS]) == now for worker in range(workers))
+    def adopt_epoch(self, epoch: int) -> None:
+        """Takes the epoch of a state, in a loop that has never called ``set_epoch``."""
+        self._numbers[_EPOCH] = epoch
 
+    def note_read(self, worker: int | None) -> None:
+        """A sample was taken in the current epoch."""
+        self._numbers[self._cell(worker)] = self._numbers[_EPOCH_CALLS] + 1
+        if worker is not None:
+            self._numbers[_WORKERS_READ] = 1
 
-def _all_sources(source: Any) -> Iterator[Any]:
-    """The sources of a wrapper, and those of its sources."""
-    source = getattr(source, "dataset", source)  # of a loader
-    if isinstance(source, StatefulWrapper):
-        for one in source._sources:
-            yield one
-            yield from _all_sources(one)
+    def epoch_begins_again(self, worker: int | None) -> bool:
+        """Whether samples of the current epoch were taken before, and nobody was warned yet."""
+        again = int(self._numbers[self._cell(worker)]) == int(self._numbers[_EPOCH_CALLS]) + 1
+        if not again or self._numbers[_WARNED] or worker:
+            return False
+        self._numbers[_WARNED] = 1
+        return True
+
+    def note_resumed_at_end(self, worker: int | None) -> None:
+        """A state of the end of the current epoch was resumed: nothing is left of the epoch."""
+        self._numbers[self._cell(worker) + 2 * (_CELLS + 1)] = self._numbers[_EPOCH_CALLS] + 1
+
+    def resumed_at_end(self, worker: int | None, workers: int) -> bool:
+        """Whether all workers have done that in the current epoch."""
+        numbers = [None] if worker is None else range(workers)
+        now = int(self._numbers[_EPOCH_CALLS]) + 1
+        return all(int(self._numbers[self._cell(number) + 2 * (_CELLS + 1)]) == now for number in numbers)
+
+    @property
+    def workers_read(self) -> bool:
+        return bool(self._numbers[_WORKERS_READ])
+
+    def forget_workers(self) -> None:
+        """The process of the training loop reads itself from now on."""
+        self._numbers[_WORKERS_READ] = 0
+
+    @property
+    def loads(self) -> int:
+        """How many states the process of the training loop has loaded."""
+        return int(self._numbers[_LOADS])
+
+    def note_load(self) -> int:
+        self._numbers[_LOADS] += 1
+        self.forget_workers()
+        return self.loads
+
+    def take_load(self, number: int, worker: int | None) -> bool:
+        """True once for each worker and load: the worker resumes there, and in the next epoch it does not."""
+        cell = self._cell(worker) + _CELLS + 1
+        if int(self._numbers[cell]) >= number:
+            return False
+        self._numbers[cell] = number
+        return True
+
+    def _cell(self, worker: int | None) -> int:
+        return _PER_WORKER + (_CELLS if worker is None else worker % _CELLS)
 
 
 def place_of(source: Any) -> tuple[int, int] | None:

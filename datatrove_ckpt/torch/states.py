@@ -15,7 +15,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"
@@ -180,12 +180,6 @@ def merge_states(states: Sequence[DatasetState]) -> DatasetState:
     if not states:
         raise ConfigError("There is no state of a ReaderDataset in what was given. Give the loaders' state_dict().")
     first = states[0]
-    own = next((state.slot for state in states if state.slot is not None), None)
-    if own is not None and any(state.slot is None for state in states):
-        raise CheckpointMismatch(
-            f"There is one state of all ranks, which merge or gather has made, beside one of {own}. Give the first "
-            "alone, or the states of the ranks without it."
-        )
     for key in ("epoch", "order", "input", "done", "topology", "even"):
         others = {str(getattr(state, key)): state for state in states}
         if len(others) > 1:

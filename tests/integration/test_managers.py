@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.inference.servers.guardian import descendants, kill_session, process_table
+from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
@@ -65,7 +65,7 @@ def left_of(session: int) -> list[int]:
     patience = Patience(5)
     while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
         if patience.over():
-            kill_session(session)
+            processes.kill_session(session)
             break
         time.sleep(0.01)
     return running

@@ -22,7 +22,7 @@ from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.patience import Patience, until
-from tests.processes import write_program
+from tests.processes import kill_session, write_program
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
 
 DRAINS = "requests in flight have"
@@ -70,7 +70,7 @@ class Process:
         """Its exit code; ``left`` are those of its session who do not end with it."""
         code = self.popen.wait(timeout=400)
         self.left = [process.pid for process in self._others() if not ends(process.pid)]
-        guardian.kill_session(self.popen.pid)
+        kill_session(self.popen.pid)
         self._reader.join()
         while not self._lines.empty():
             self.log += self._lines.get()

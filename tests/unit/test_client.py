@@ -15,7 +15,6 @@ from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 
@@ -28,7 +27,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import over_aiohttp, plain, transport
+from datatrove_ckpt.inference.client import plain, transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
@@ -275,12 +274,6 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
     orjson.dumps(result.usage)
 
 
-async def test_a_stop_string_of_the_request_is_an_end() -> None:
-    reply = answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish')))
-    async with talking(reply) as (_, client, _):
-        assert (await client.complete(b'{"messages": [], "stop": ["abort"]}')).text == "hi"
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
@@ -317,7 +310,6 @@ UNFINISHED = {
     **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
     "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
     "an error in the choice": answer(http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))),
-    "stop_reason abort": answer(http(200, chat().replace(b'"finish', b'"stop_reason": "abort", "finish'))),
     "object error": answer(http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])),
     "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
     "status 202": answer(http(202, chat())),
@@ -642,13 +634,6 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
         assert "hush" not in str(caught.value)
         assert "/v1/chat/completions" in str(caught.value)
         assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
-
-
-def test_of_an_error_all_but_the_url_is_shown() -> None:
-    shown, url = over_aiohttp.redacted_error, "http://host/?code=hush"
-    assert shown(aiohttp.ConnectionTimeoutError(f"Connection timeout to host {url}")) == ""
-    assert shown(aiohttp.ClientOSError(32, f"Can not write request body for {url}")) == "Broken pipe"
-    assert shown(OSError(5, "a broken cable")) == "[Errno 5] a broken cable"
 
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:

@@ -177,13 +177,6 @@ def test_model_kwargs_may_not_name_the_address_or_the_key(
         any_command(engine, monkeypatch, **{name: "x"})
 
 
-def test_a_config_that_was_not_constructed_here_may_not_name_the_address_either() -> None:
-    queued = config("sglang", server_python=sys.executable)
-    queued.model_kwargs = {"host": "0.0.0.0"}
-    with pytest.raises(ConfigError, match="model_kwargs: 'host'"):
-        launch(queued)
-
-
 def test_the_dummy_ignores_the_flags_of_other_engines() -> None:
     kwargs = {"max_num_seqs": 7, "enforce-eager": True, "port": 1, "host": "::", "speculative_config": "{}"}
     argv = command_of(config("dummy", model_kwargs={**kwargs, "latency_ms": 5})).argv

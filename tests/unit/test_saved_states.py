@@ -17,7 +17,7 @@ import pytest
 
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, merge
-from datatrove_ckpt.torch.deal import Round, Topology
+from datatrove_ckpt.torch.order import Round, Topology
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.stateful_rows import Rows
 

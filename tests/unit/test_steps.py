@@ -13,8 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.readers.pipeline import record_steps
-from datatrove_ckpt.readers.steps import StepRecord, describe_pipeline, describe_step, differences, plain_settings
+from datatrove_ckpt.readers.steps import StepRecord, describe_pipeline, differences, plain_settings
 
 
 class Filter(PipelineStep):
@@ -37,34 +36,11 @@ def function(data: Any, rank: int, world_size: int) -> Iterator[Document]:
     yield from data
 
 
-def chain(*steps: Any) -> Any:
-    data: Any = None
-    for step in steps:
-        data = step(data, 0, 1)
-    return data
-
-
-def test_the_generators_of_a_pipeline_tell_its_steps() -> None:
-    steps = [JsonlReader("."), Filter(), function, StatelessFilter(2)]
-    then = record_steps(chain(*steps))
-    assert then == [describe_step(step) for step in steps]
-    names = "reader tests.Filter tests.function datatrove.StatelessFilter"
-    assert [step.name for step in then or ()] == names.split()
-    assert differences(then or [], [describe_step(step) for step in steps]) == []
-
-
-def test_steps_that_cannot_be_seen_are_not_compared() -> None:
-    steps = [JsonlReader("."), functools.partial(function)]
-    assert differences(record_steps(chain(*steps)) or [], [describe_step(step) for step in steps]) == []
-    assert record_steps(chain(JsonlReader("."), lambda data, rank, world_size: map(str, data), Filter())) is None
-    assert record_steps(chain(lambda *_: [Document("a", "a")], Filter())) is None
-
-
 def test_settings_are_compared_of_stateless_steps_only() -> None:
-    assert describe_step(Filter(2)).settings == {}
-    then, now = describe_step(StatelessFilter(1, new=1)), describe_step(StatelessFilter(2, old=1))
-    assert differences([then], [now]) == ["datatrove.StatelessFilter, least: 1 -> 2"]
-    assert differences([then], [StepRecord(then.name)]) == []
+    assert listed([Filter(2)])[0].settings.keys() == listed([Filter])[0].settings.keys()
+    then, now = listed([StatelessFilter(1, new=1)]), listed([StatelessFilter(2, old=1)])
+    assert differences(then, now) == ["datatrove.StatelessFilter, least: 1 -> 2"]
+    assert differences(then, [StepRecord(then[0].name)]) == []
 
 
 def test_settings_hold_no_secret_no_object_and_nothing_long() -> None:
@@ -85,23 +61,8 @@ def test_settings_hold_no_secret_no_object_and_nothing_long() -> None:
 
 
 def passes_on(data: Any, rank: int, world_size: int) -> Any:
-    """A step of many pipelines: it looks at something, and leaves no trace in the generators."""
+    """A step of many pipelines: it looks at something."""
     return data
-
-
-def test_a_function_that_returns_the_documents_as_they_are_is_no_change() -> None:
-    reader, own = JsonlReader("input"), StatelessFilter(2)
-    for pipeline in ([reader, passes_on, own], [passes_on, reader, own], [reader, own, passes_on, passes_on]):
-        then = record_steps(chain(reader, own))
-        assert then is not None
-        assert differences(then, [describe_step(step) for step in pipeline]) == []
-    now = [describe_step(step) for step in (reader, passes_on)]
-    assert differences([StepRecord("reader")], now) == []
-    assert differences([StepRecord("reader"), StepRecord("a.B")], [StepRecord("reader")]) != []
-    assert differences([StepRecord("a.B")], now) != []
-    assert differences(then, [describe_step(step) for step in (reader, passes_on, StatelessFilter(3))]) == [
-        "datatrove.StatelessFilter, least: 2 -> 3"
-    ]
 
 
 class Callable:

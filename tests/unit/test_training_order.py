@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datatrove_ckpt.torch.blocks import Block
-from datatrove_ckpt.torch.deal import Even, Remaining, Round, Topology
 from datatrove_ckpt.torch.order import (
     BlockTable,
     EpochOrder,
+    Even,
+    Remaining,
+    Round,
+    Topology,
     Window,
     deal_files,
     order_by_files,

@@ -18,9 +18,8 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.torch.epoch import Epoch
+from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.plan import Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge
 from tests.unit.tables import reader_of, write_table
 
@@ -219,7 +218,7 @@ def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
     with pytest.raises(CheckpointMismatch, match="topology"):
         merge([*states[:3], *states_of(parquet, (2, 1))])
     for mixed in ([merge(states), states[0]], [states[0], merge(states)]):
-        with pytest.raises(CheckpointMismatch, match=r"one state of all ranks.*beside.*of rank 0"):
+        with pytest.raises(CheckpointMismatch, match="not of one run: done is"):
             merge(mixed)
     with pytest.raises(ConfigError, match="no state of a ReaderDataset"):
         merge([{"model": 1}])

@@ -8,7 +8,6 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,11 +16,12 @@ import orjson
 
 from datatrove_ckpt import retrying
 
-_ABORTED = ("abort", "aborted", "canceled", "cancelled")
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
 _UNFINISHED = frozenset(
-    (*_ABORTED, *"error failed in_progress incomplete interrupted none null timeout unknown".split())  # noqa: SIM905
+    """
+    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null timeout unknown
+    """.split()  # noqa: SIM905
 )
 # ``str | list`` would make a new object for each answer.
 _CONTENT, _REASON = (str, list), (str, type(None))
@@ -101,12 +101,11 @@ class RetryableError(Exception):
         return self.status in retrying.BUSY
 
 
-def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
+def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/chat/completions.
 
     Args:
         redact: hides secrets in what an error message quotes.
-        body: the request, whose ``stop`` may hold any word.
 
     Raises:
         RetryableError: it is no finished completion.
@@ -119,10 +118,10 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
         content, reasoning = _joined(content), _joined(reasoning)
-    return _completion(content, choice, usage, reasoning, body)
+    return _completion(content, choice, usage, reasoning)
 
 
-def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes = b"") -> Completion:
+def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
@@ -131,23 +130,18 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str, body: bytes
     choice, usage = _first_choice(raw, redact)
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
-    return _completion(choice["text"] or "", choice, usage, "", body)
+    return _completion(choice["text"] or "", choice, usage, "")
 
 
-def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object, body: bytes) -> Completion:
+def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
-    word = choice.get("stop_reason")
-    # vLLM gives there the stop string that ended the text. Inside a text of the request, quotes would be escaped.
-    if isinstance(word, str) and word.strip().lower() in _ABORTED and json.dumps(word).encode() not in body:
-        raise RetryableError(f"the answer is not finished (stop_reason {word!r})")
     if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    cleaned = _encodable(text) if isinstance(text, str) else [_clean(part) for part in text]
-    return Completion(cleaned, reason and _encodable(reason), usage, reasoning and _encodable(reasoning))
+    return Completion(text, reason, usage, reasoning)
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -172,45 +166,25 @@ def _joined(content: object) -> object:
     return "".join(texts) if texts and not others else content
 
 
-def _encodable(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 # Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.
 _MAX_COUNT = 1 << 40
-_MAX_DEPTH = 8
 _DROPPED = object()
 
 
-def _clean(value: object, depth: int = _MAX_DEPTH) -> object:
-    """A part of ``usage`` that every writer can write, or ``_DROPPED``."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return _encodable(value)
-    if isinstance(value, int):
-        return value if abs(value) < 1 << 63 else _DROPPED
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _DROPPED
-    if depth and isinstance(value, dict):
-        return _clean_usage(value, depth - 1)
-    if depth and isinstance(value, list):
-        return [item for part in value if (item := _clean(part, depth - 1)) is not _DROPPED]
-    return _DROPPED
-
-
-def _clean_usage(usage: JsonObject, depth: int = _MAX_DEPTH) -> JsonObject:
-    for name, value in usage.items():
-        if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)) or not name.isascii():
+def _clean_usage(usage: JsonObject) -> JsonObject:
+    """Without those numbers of tokens that are none."""
+    for value in usage.values():
+        if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
             break
     else:
         return usage
     cleaned: JsonObject = {}
     for name, value in usage.items():
-        kept = _count(value) if name.endswith("_tokens") else _clean(value, depth)
+        kept = _clean_usage(value) if isinstance(value, dict) else value
+        if name.endswith("_tokens"):
+            kept = _count(value)
         if kept is not _DROPPED:
-            cleaned[_encodable(name)] = kept
+            cleaned[name] = kept
     return cleaned
 
 
@@ -259,5 +233,7 @@ def _parse(raw: bytes) -> object:
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
-        # Python's parser takes more: NaN, a lone surrogate as an escape.
-        return json.loads(bytes(raw).decode())
+        # Python's parser takes more: NaN becomes null, and a lone surrogate U+FFFD.
+        found = json.loads(bytes(raw).decode(), parse_constant=lambda name: None)
+        text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        return orjson.loads(text.decode("utf-16", "replace"))

@@ -465,7 +465,7 @@ class CompletionClient:
         assert target.url is not None
         try:
             raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
-            answer = self._parse(raw, target.transport.redact, body)
+            answer = self._parse(raw, target.transport.redact)
             self._check_reason(answer, target, request)
             target.mark_alive(started_at)
             return answer

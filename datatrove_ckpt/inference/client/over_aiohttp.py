@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 _READ_BUFFER = 1 << 18  # bytes
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
 _STREAMED_SIZE = 1 << 20
-_WITHOUT_URL = (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)
 
 
 class _Connection(ResponseHandler):
@@ -102,7 +100,7 @@ class AiohttpTransport:
             raise ConnectTimeout from None
 
     def explain(self, error: Exception) -> str:
-        return self.redact(redacted_error(error))
+        return self.redact(str(error))
 
     async def close(self) -> None:
         await self._session.close()
@@ -122,16 +120,3 @@ async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
         if len(body) > plain.MAX_BODY_BYTES:
             raise RemoteProtocolError(plain.too_long())
     return HiddenBytes(body)
-
-
-def redacted_error(error: Exception) -> str:
-    """What went wrong in an exchange; may be empty.
-
-    Many messages of aiohttp contain the whole URL, and so a query string that may be a secret. Only messages that are
-    known to contain no URL are passed on.
-    """
-    if isinstance(error, aiohttp.ClientResponseError):
-        return f"{error.status}, {' '.join(error.message.split())}"
-    if isinstance(error, aiohttp.ClientError) and not isinstance(error, _WITHOUT_URL):
-        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
-    return str(error)

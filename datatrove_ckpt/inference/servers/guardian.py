@@ -42,12 +42,14 @@ _KILL_TIMEOUT = 10.0
 
 
 class Process(NamedTuple):
-    """One row of the process table."""
+    """One row of the process table. ``started``: clock ticks since the boot."""
 
     pid: int
     parent: int
     session: int
     zombie: bool
+    started: int
+    name: str
 
 
 def process_table() -> list[Process]:
@@ -61,8 +63,11 @@ def process_table() -> list[Process]:
         except OSError:
             continue  # the process has ended
         # The name in parentheses may itself contain spaces and parentheses: count from the last one.
-        state, parent, _group, session = stat[stat.rindex(b")") + 2 :].split()[:4]
-        table.append(Process(int(folder.name), int(parent), int(session), state in b"ZX"))
+        pid, _, rest = stat.partition(b" (")
+        name, _, rest = rest.rpartition(b") ")
+        state, parent, _group, session, *more = rest.split()
+        shown = name.decode(errors="replace")
+        table.append(Process(int(pid), int(parent), int(session), state in b"ZX", int(more[15]), shown))
     return table
 
 
@@ -78,16 +83,6 @@ def descendants(ancestor: int) -> list[Process]:
         found += below
         todo += [process.pid for process in below]
     return found
-
-
-def kill_session(session: int) -> None:
-    """Send SIGKILL to the processes that a killed guardian left behind: all those of the session that it led.
-
-    The kernel does not reuse the number of a session that has a process, so no other process is hit.
-    """
-    for process in process_table():
-        if process.session == session and process.pid != os.getpid():
-            _kill(process.pid, signal.SIGKILL)
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -16,7 +16,6 @@ import signal
 import sys
 from typing import Any
 
-from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 from datatrove_ckpt.errors import ConfigError
 
@@ -50,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.llamacpp", allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="GGUF file, or package://NAME/FILE")
-    parser.add_argument("--alias", help="the model's name in requests and answers; default: --model")
+    parser.add_argument("--model", required=True, help="GGUF file")
+    parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context", type=int, default=2048, help="tokens per request")
     parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
@@ -60,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _params(params: CommonParams, known: argparse.Namespace, rest: list[str]) -> CommonParams:
-    params.model.path = str(resolve_model_path(known.model))
-    params.model_alias = {known.alias or known.model}
+    params.model.path = known.model
+    params.model_alias = {known.alias}
     params.hostnames = [HOST]
     params.port = known.port
     params.n_parallel = known.parallel

@@ -11,9 +11,8 @@ the process at its other end came to an end.
 A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run,
 because nothing here can start a node again.
 
-No secret passes through these connections, but a process that can write to them can end the run. So the head node
-listens only on the addresses from which it reaches the workers, and both ends first prove who they are: see
-``authenticate``.
+No secret passes through these connections, but a process that can write to them can end the run. So both ends first
+prove who they are: see ``authenticate``.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class HeadNode:
     async def __aenter__(self) -> Self:
         require_link_key()
         try:
-            addresses = await _addresses_towards(self.nodes.hosts[1:])
-            self._listener = await asyncio.start_server(self._handle, addresses, self._port, limit=MAX_LINE)
+            self._listener = await asyncio.start_server(self._handle, None, self._port, limit=MAX_LINE)
         except OSError as error:
             raise ServerStartFailed(
                 f"The worker nodes of this task cannot reach its head node: port {self._port} (master_port + 1): "
@@ -222,30 +220,6 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
         where = f"{nodes.head_host} on port {port} (master_port + 1)"
         logger.warning(f"The head node did not listen at {where} within {window:g} s, so this node stops.")
         return None
-
-
-async def _addresses_towards(hosts: tuple[str, ...]) -> list[str]:
-    """This node's own addresses, on the routes to the hosts.
-
-    The address of its own host name is no substitute: many nodes resolve their own name to 127.0.1.1.
-
-    Raises:
-        OSError: there is no route to any of the hosts.
-    """
-    loop = asyncio.get_running_loop()
-    found: set[str] = set()
-    failure: OSError = OSError("there are no other nodes")
-    for host in hosts:
-        try:
-            for family, kind, _, _, address in await loop.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.connect(address)  # sends nothing: a UDP connect only looks up the route
-                    found.add(probe.getsockname()[0])
-        except OSError as error:
-            failure = OSError(f"{host}: {error}")
-    if not found:
-        raise failure
-    return sorted(found)
 
 
 def _enable_keepalive(writer: asyncio.StreamWriter) -> None:

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,7 +56,6 @@ from datatrove_ckpt.redaction import HIDDEN, MIRROR_KEY_VARIABLE, HiddenDict, Ke
 # then the kernel must give this port to no outgoing connection.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
-_MAX_PORT_COLLISIONS = 3
 _PROBE_TIMEOUT = 5.0  # seconds
 _HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
 
@@ -65,7 +63,7 @@ _HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
 class _StartAttemptFailed(Exception):
     def __init__(self, text: str, cause: Cause | None) -> None:
         super().__init__(text)
-        self.cause = cause or Cause("")
+        self.is_permanent = cause is not None and cause.permanent
 
 
 class InferenceServer:
@@ -148,7 +146,6 @@ class InferenceServer:
             await self.kill()
             return False
         logger.info(f"Rank {rank} takes over {which} {whose}.")
-        await asyncio.to_thread(self._log_line, f"Rank {rank} takes over this server from here on.")
         return True
 
     async def _lasting_problem(self) -> str | None:
@@ -159,34 +156,20 @@ class InferenceServer:
                 return "has ended"
             if number:
                 await asyncio.sleep(retrying.RELAUNCH.first)
-            problem = await self._probe()
+            problem = await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
             if problem is None:
                 break
         return problem
 
-    async def _probe(self) -> str | None:
-        if not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
-            return "does not answer"
-        return await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
-
-    def _log_line(self, line: str) -> None:
-        """Adds a line of ours to the server's log, so that what follows can be told apart."""
-        assert self._log_path is not None
-        with suppress(OSError), self._log_path.open("a") as log:
-            log.write(f"=== datatrove-ckpt: {line} ===\n")
-
     async def start(self) -> None:
-        attempts = 1 + self.config.server_start_max_retries
-        attempt, collisions = 1, 0
+        attempts, attempt = 1 + self.config.server_start_max_retries, 1
         while True:
             try:
                 return await self._start_once()
             except _StartAttemptFailed as failure:
-                collision = failure.cause.port_taken and collisions < _MAX_PORT_COLLISIONS
-                collisions += collision
-                if not collision and (failure.cause.permanent or attempt >= attempts):
+                if failure.is_permanent or attempt == attempts:
                     raise ServerStartFailed(str(failure)) from None
-                attempt += not collision
+                attempt += 1
                 logger.warning(f"{failure}\nStarting it again (attempt {attempt} of {attempts}).")
                 await asyncio.sleep(retrying.RELAUNCH.first)
 
@@ -216,15 +199,8 @@ class InferenceServer:
         log = await asyncio.to_thread(self._open_log)
         self._on_launch()
         try:
-            # First the record: this process may be killed at any moment.
-            self._record = await asyncio.to_thread(ServerRecord.create, self.name)
-            began = time.monotonic()
             self._process, self.started_by = self._spawn(log), self.rank
-            if time.monotonic() - began > (limit := self.config.server_start_timeout_sec):
-                text = f"No process was created within server_start_timeout_sec={limit}."
-                raise _StartAttemptFailed(text, None)
-            if self._record is not None:
-                self._record = await asyncio.to_thread(self._record.launched, self._process.pid, log)
+            self._record = await asyncio.to_thread(ServerRecord.create, self.name, self._process.pid, log)
         finally:
             os.close(log)
 
@@ -245,8 +221,6 @@ class InferenceServer:
         ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
-        if self._record is not None:
-            ours[node.VARIABLE] = self._record.nonce
         return ours
 
     def _open_log(self) -> int:
@@ -329,28 +303,22 @@ class InferenceServer:
 
     async def stop(self) -> None:
         self.request_stop()
-        # Cancelled here, it waits in the next call.
-        if (process := self._process) is not None and await process.wait_until_stopped() < 0:
-            await asyncio.to_thread(self._kill_processes, process)
-        self._forget()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.wait_until_stopped)  # cancelled here, it waits in the next call
+        self.stop_blocking()
 
     def stop_blocking(self) -> None:
         """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
         self.request_stop()
-        if (process := self._process) is not None and process.wait_until_stopped_blocking() < 0:
-            self._kill_processes(process)
+        if self._process is not None and self._process.wait_until_stopped() < 0 and self._record is not None:
+            # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
+            self._record.kill_processes()
         self._forget()
 
     def request_stop(self) -> None:
         """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
-
-    def _kill_processes(self, guarded: GuardedProcess) -> None:
-        """The guardian itself was killed (it reports its server's signal n as 128 + n): do its work."""
-        guardian.kill_session(guarded.pid)
-        if self._record is not None:
-            self._record.kill_processes()
 
     def _forget(self) -> None:
         self._process = None
@@ -419,7 +387,7 @@ def starting_line(name: str, waited: float, window: float, path: Path | None, lo
     return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
 
 
-_POLL = 0.05  # seconds, where there is no pidfd
+_POLL = 0.05  # seconds
 # Seconds a guardian gets beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
 _GUARDIAN_MARGIN = 12.0
 
@@ -475,23 +443,9 @@ class GuardedProcess:
 
     async def wait(self) -> int:
         """The exit code, once the process has ended. Several tasks may wait."""
-        while (code := self._process.poll()) is None:
-            await self._until_exit()
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL)  # an event would belong to one loop
         return code
-
-    async def _until_exit(self) -> None:
-        try:
-            handle = os.pidfd_open(self.pid)  # still ours: a process that was not waited for keeps its number
-        except (OSError, AttributeError):
-            await asyncio.sleep(_POLL)
-            return
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            loop.add_reader(handle, ended.set)
-            await ended.wait()
-        finally:
-            loop.remove_reader(handle)
-            os.close(handle)
 
     @property
     def stop_requested(self) -> bool:
@@ -508,17 +462,8 @@ class GuardedProcess:
                 os.write(self._lifeline, guardian.KILL_NOW)
         self._close_lifeline()
 
-    async def wait_until_stopped(self) -> int:
-        """The exit code. Only after one of the two requests."""
-        try:
-            async with asyncio.timeout(self._stop_timeout + _GUARDIAN_MARGIN):
-                return await self.wait()
-        except TimeoutError:
-            self._process.kill()
-            return await self.wait()
-
-    def wait_until_stopped_blocking(self) -> int:
-        """The same without an event loop."""
+    def wait_until_stopped(self) -> int:
+        """The exit code. Only after one of the two requests. Blocks."""
         try:
             return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
         except subprocess.TimeoutExpired:

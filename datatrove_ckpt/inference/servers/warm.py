@@ -110,7 +110,6 @@ def server_settings(config: InferenceConfig) -> Settings:
     parts: dict[str, object] = {
         "command line": command.argv,
         "server_script": script and stamp(script),
-        "modules beside server_script": script and _modules_beside(script),
         "model": stamp(model),
         **{f"files of {flag}": part for flag, part in stamps_of_arguments(command.argv, [model, script]).items()},
         "replicas": config.replicas,
@@ -123,13 +122,6 @@ def server_settings(config: InferenceConfig) -> Settings:
         **{name: _hash(part) for name, part in parts.items()},
         **{f"environment variable {name}": _hash(environment[name]) for name in environment.keys() - _NOT_FOR_SERVERS},
     }
-
-
-def _modules_beside(script: str) -> object:
-    """The stamps of the modules of a script. Python looks for them beside the file that a link leads to."""
-    real = os.path.realpath(script)
-    modules = [module for path in (script, real) for module in stamp(str(Path(path).parent), ".py")]
-    return [module for module in modules if os.path.realpath(module[0]) != real]
 
 
 def _hash(part: object) -> str:
@@ -260,26 +252,21 @@ def _stop_at_exit() -> None:
 # down, at most ``_MOST_FILES`` of each. Nothing here raises for a path that does not exist or cannot be read.
 
 
-_MOST_FILES = 1000  # stamped, per level of a folder
-_MOST_NAMES = 10_000  # listed, per level of a folder: one may hold millions
+_MOST_FILES = 1000  # per level of a folder: one may hold millions
 _BETWEEN = re.compile(r"[\s,=]+")
 Stamp: TypeAlias = list[tuple[str, int, int, int]]
 """Files with their modification time in nanoseconds, size in bytes, and inode."""
 
 
-def stamp(path: str, suffix: str = "") -> Stamp:
-    """Changes when the file, or a file in the folder, changes. Empty for what is no path, such as a model's name.
-
-    Args:
-        suffix: of a folder, leave out files whose names do not end so.
-    """
+def stamp(path: str) -> Stamp:
+    """Changes when the file, or a file in the folder, changes. Empty for what is no path, such as a model's name."""
     root = Path(os.path.expandvars(path))
     with suppress(RuntimeError):  # there is no such user
         root = root.expanduser()
     found = _files([root])
-    for level in (f"*{suffix}", f"*/*{suffix}"):
+    for level in ("*", "*/*"):
         with suppress(OSError, ValueError):
-            found += _files(sorted(islice(root.glob(level), _MOST_NAMES)))[:_MOST_FILES]
+            found += _files(sorted(islice(root.glob(level), _MOST_FILES)))
     return found
 
 

@@ -44,8 +44,7 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.readers.inputs import Inputs, divide, joined, shuffled_names
-from datatrove_ckpt.readers.sampling import list_input, options_of, sample_files
+from datatrove_ckpt.readers.inputs import Inputs, divide, joined, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
 from datatrove_ckpt.runner import InferenceRunner

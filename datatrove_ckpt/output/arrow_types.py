@@ -2,8 +2,8 @@
 
 Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time beside a
 date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only what is named
-here is united: no value with anything, integers of other widths (as int64, so not uint64), integers with floats
-(Arrow refuses those that a float cannot hold), decimals, times of any unit, times of any two zones (as UTC), dicts and
+here is united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float
+cannot hold), decimals, times of any unit, times of any two zones (as UTC), dicts and
 lists of those.
 """
 
@@ -155,17 +155,27 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 def _unite_numbers(old: DataType, new: DataType) -> DataType | None:
     import pyarrow as pa
 
+    one, other = sorted((old, new), key=lambda kind: (kind.bit_width if pa.types.is_primitive(kind) else 0, str(kind)))
     if all(map(pa.types.is_decimal, (old, new))):
         scale = max(old.scale, new.scale)
         precision = max(old.precision - old.scale, new.precision - new.scale) + scale
         if precision > 76:
             return None
         return pa.decimal128(precision, scale) if precision <= 38 else pa.decimal256(precision, scale)
-    whole = [pa.types.is_integer(kind) for kind in (old, new)]
-    numbers = [pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (old, new)]
-    if not all(numbers) or pa.uint64() in (old, new):
+    floats = [kind for kind in (one, other) if pa.types.is_floating(kind)]
+    whole = [kind for kind in (one, other) if pa.types.is_integer(kind)]
+    if len(floats) + len(whole) < 2:
         return None
-    return pa.int64() if all(whole) else pa.float64()
+    if not whole:
+        return other
+    unsigned = [kind for kind in whole if pa.types.is_unsigned_integer(kind)]
+    if floats:
+        # Else the order of the documents would count: a column of uint64 and int64 has no type.
+        return None if pa.uint64() in unsigned else pa.float64()
+    if len(unsigned) != 1:
+        return other
+    bits = max(width := unsigned[0].bit_width * 2, *(kind.bit_width for kind in whole if kind not in unsigned))
+    return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits) if width <= 64 else None
 
 
 def _unite_times(old: DataType, new: DataType) -> DataType | None:

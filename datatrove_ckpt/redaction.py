@@ -1,5 +1,7 @@
 """Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
 
+Also what a folder that datatrove opens may not hold: secrets among its options, variables in its path.
+
 loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value of each name on
 each line of a traceback, so a key in a plain ``str`` or a plain ``dict`` ends in a log file one day. The classes here
 print ``***``.
@@ -21,6 +23,7 @@ import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +36,8 @@ from datatrove_ckpt.formatting import printable
 HIDDEN = "***"
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 """The environment variable with the key that seals mirrors. Servers do not get it."""
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+"""An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
 # Characters of a secret that a Redactor looks for: of one that we send, and of one that was found.
 _MIN_GIVEN, _MIN_FOUND = 4, 8
@@ -434,3 +439,24 @@ def check_options(options: object, url: str, where: str) -> None:
                 "AWS_PROFILE, in the environment."
             )
         check_options(value, url, where)
+
+
+def refuse_variables(setting: str, path: str) -> None:
+    """For a folder that datatrove opens: it expands a ``~`` at the beginning, and takes the rest as it is.
+
+    Raises:
+        ConfigError: there is a variable in the path, or another ``~``.
+    """
+    if match := VARIABLE.search(path):
+        raise ConfigError(
+            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
+            "name. Write the path out. (checkpoints_local_dir may contain variables.)"
+        )
+    if not path.startswith("~"):
+        refuse_tilde(setting, path, Path(path))
+
+
+def refuse_tilde(setting: str, path: str, found: Path) -> None:
+    """Refuses a ``~`` that no shell would expand."""
+    if "~" in found.parts:
+        raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")

@@ -1,15 +1,13 @@
-"""Paths in settings: ``~`` and ``$NAME`` are expanded where the task runs, or refused where nothing expands them."""
+"""Paths in settings: ``~`` and ``$NAME`` are expanded where the task runs."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 
 from datatrove_ckpt.errors import ConfigError
-
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+from datatrove_ckpt.redaction import VARIABLE, refuse_tilde
 
 
 def expand_path(setting: str, path: str) -> Path:
@@ -20,7 +18,7 @@ def expand_path(setting: str, path: str) -> Path:
     Raises:
         ConfigError: a variable is not set here, or there is no such home folder.
     """
-    for match in _VARIABLE.finditer(path):
+    for match in VARIABLE.finditer(path):
         name = match[1] or match[2]
         if name not in os.environ:
             raise ConfigError(
@@ -31,28 +29,8 @@ def expand_path(setting: str, path: str) -> Path:
         found = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
         raise ConfigError(f"{setting}: {path!r}: there is no such home folder. Write the path out.") from None
-    _refuse_tilde(setting, path, found)
+    refuse_tilde(setting, path, found)
     return found
-
-
-def refuse_variables(setting: str, path: str) -> None:
-    """For a folder that datatrove opens: it expands a ``~`` at the beginning, and takes the rest as it is.
-
-    Raises:
-        ConfigError: there is a variable in the path, or another ``~``.
-    """
-    if match := _VARIABLE.search(path):
-        raise ConfigError(
-            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
-            "name. Write the path out. (checkpoints_local_dir may contain variables.)"
-        )
-    if not path.startswith("~"):
-        _refuse_tilde(setting, path, Path(path))
-
-
-def _refuse_tilde(setting: str, path: str, found: Path) -> None:
-    if "~" in found.parts:
-        raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")
 
 
 def existing_part(path: Path) -> Path:

@@ -17,10 +17,9 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
-from datatrove_ckpt.redaction import holds_credentials
+from datatrove_ckpt.redaction import holds_credentials, refuse_variables
 from datatrove_ckpt.retrying import file_system_call, s3_code
 
 

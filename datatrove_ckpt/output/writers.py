@@ -20,13 +20,12 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.pipeline.writers.parquet import ParquetWriter
 
-from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.column_types import infers_schema, trial_schema
 from datatrove_ckpt.output.documents import decode, decode_plain, field_names, line_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.redaction import check_no_secrets
+from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
 _DEFAULT = DiskWriter._default_adapter
 _WRITE_LINE = JsonlWriter._write

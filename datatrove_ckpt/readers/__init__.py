@@ -13,7 +13,7 @@
     pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
     permutations.py    shuffled orders
 
-This package may import ``errors``, ``formatting``, ``redaction``, ``retrying`` and ``config``.
+This package may import ``errors``, ``formatting``, ``redaction`` and ``retrying``.
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Share
-from datatrove_ckpt.config.paths import refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input, no_files
@@ -59,7 +58,7 @@ from datatrove_ckpt.readers.positions import (
     start_reader,
 )
 from datatrove_ckpt.readers.shard import Skipped
-from datatrove_ckpt.redaction import check_no_secrets, check_options
+from datatrove_ckpt.redaction import check_no_secrets, check_options, refuse_variables
 
 READER_VERSION = 1
 

@@ -79,6 +79,7 @@ class _Alias(ModuleType):
 
 for _name, _target in {
     "slurm": f"{__name__}.cli.slurm_submit",  # its name in 0.1. Executors that 0.1 pickled, queued in Slurm, import it
+    "readers.blocks": f"{__name__}.torch.blocks",
     "cli.quiet_errors": f"{__name__}.process.task_errors",  # likewise, before 0.2
     "run_inference": __name__,  # as in datatrove.pipeline.inference
     "types": _TYPES,

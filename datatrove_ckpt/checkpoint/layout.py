@@ -37,6 +37,8 @@ KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
+FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
+"""What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
 NOTHING_PUBLISHED = "nothing_published"
@@ -134,9 +136,8 @@ def check_files(folder: Path, last_chunk: Path) -> None:
         raise CheckpointCorrupt(f"{folder} is not a folder. Move it away: a rank's checkpoint has this name.")
     if not folder.is_dir():
         return
-    names = [RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)]
     journals = [journal_path(folder, index) for index in journal_indices(folder)]
-    for path in [*(folder / name for name in names), *journals, last_chunk]:
+    for path in [*(folder / name for name in FILES), *journals, last_chunk]:
         if path.exists() and not path.is_file():
             raise CheckpointCorrupt(
                 f"{path} is not a file. Move it away, and restore the file of this name from a copy if there was one."

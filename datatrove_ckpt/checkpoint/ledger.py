@@ -48,6 +48,7 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     DEAD_LETTERS,
+    FILES,
     HISTORY,
     LOCK,
     RUN,
@@ -75,7 +76,6 @@ _MAX_CAUSE = 120
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
 _COUNTS = tuple(DocumentCounts.__dataclass_fields__)
-_FILES = frozenset((RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE))
 
 
 class Want(Flag):
@@ -271,8 +271,8 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
         ConfigError: there is no rank, or this user may not read one.
     """
     for place in find_ranks(checkpoints):
-        rank = read_rank(*place, want)
         try:
+            rank = read_rank(*place, want)
             check_readable(rank)
         except PermissionError as error:
             raise not_permitted(checkpoints, error) from None
@@ -361,7 +361,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     if Want.COMMITS in want:
         rank.commits = read(rank.commits_file)
         rank.sums = CommitSums.of(rank.commits.values())
-    elif COMMITS in found.entries:
+    else:  # whatever the listing says: they may be younger, and the files that were read before promise them
         path = found.path(COMMITS)
         rank.sums = sum_commits(path) or CommitSums.of(read_commits(Path(path)).values())
     expected.check(rank.sums)
@@ -397,7 +397,7 @@ class _Listing:
         """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if (is_journals and not is_journal(name)) or ((is_journals or name in _FILES) and not entry.is_file()):
+            if (is_journals and not is_journal(name)) or ((is_journals or name in FILES) and not entry.is_file()):
                 self._refuse()
             elif is_journals:
                 self.journals.append(int(name[6:-6]))
@@ -504,7 +504,7 @@ def check_readable(rank: RankLedger) -> None:
 def _causes(path: str, size: int, most: int) -> Counter[str]:
     """How often each cause occurs in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
     causes: Counter[str] = Counter()
-    with suppress(FileNotFoundError), explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
+    with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > most:
             file.seek(size - most)
             file.readline()

@@ -414,7 +414,7 @@ def track() -> Handler:
     (WHAT)
 
     A run with monitoring.mlflow_uri or monitoring.wandb_project does this itself. By hand, it sends what an outage left
-    behind. Each point is sent once, whoever sends it; keys come from the environment.
+    behind. Each point is sent once; keys come from the environment. Of a mirror: once the run has ended.
 
     exit codes:
       0  all is sent, and no task is at work

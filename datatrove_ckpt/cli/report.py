@@ -6,6 +6,7 @@ Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
@@ -45,6 +46,8 @@ def _write(path: Path, content: bytes) -> None:
         else:
             files.disk.replace(path, content, files.PUBLIC_FILE)
     except (OSError, StorageFailed) as error:
+        with suppress(OSError):
+            path.with_name(path.name + ".new").unlink()
         cause = error.__cause__ or error
         why = getattr(cause, "strerror", None) or cause
         raise StorageFailed(f"--output: {path} cannot be written: {why}. Give another file with -o.") from error

@@ -82,8 +82,8 @@ def code_identity(
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
-    if when_made is not None and when_made.made is None:
-        return when_made
+    if when_made is not None and getattr(when_made, "made", None) is None:  # 0.1.0 kept a dict
+        return CodeIdentity(None)
     before = None
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:

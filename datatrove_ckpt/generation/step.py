@@ -187,6 +187,7 @@ class Step(PipelineStep):
 
 # Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is, with its secrets.
 del Step.__dataclass_fields__
+Step.__init__.__qualname__ = "InferenceRunner.__init__"  # the name that Python's message about an argument has
 
 
 def _for_process(step: Step) -> object:

@@ -203,7 +203,7 @@ def _with_hashes(commit: Commit, listed: dict[str, HubFile]) -> Commit:
 def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
     if file.hub_hash or listed is None:
         return file
-    return replace(file, hub_hash=listed.oid or listed.blob or "")
+    return replace(file, hub_hash=listed.hash)
 
 
 def _move_job(path: Path, content: Json, where: str) -> None:

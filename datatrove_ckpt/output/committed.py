@@ -86,6 +86,7 @@ class RankCommits:
         self.files: list[CommittedFile] = []
         self.has_run = self.is_finished = False
         self._without_files: set[int] = set()
+        self._chunks: set[int] | None = None  # made when it is asked for: a job has millions
         self.unfinished: set[tuple[str, int]] = set()
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
             if (folder := rank_folder(checkpoint, rank)).is_dir():
@@ -108,8 +109,9 @@ class RankCommits:
 
     def has(self, chunk_index: int) -> bool:
         """Whether the rank itself, not a retry of it, has committed the chunk."""
-        named = any(one.chunk_index == chunk_index and not one.root for one in self.files)
-        return named or chunk_index in self._without_files
+        if self._chunks is None:
+            self._chunks = {one.chunk_index for one in self.files if not one.root} | self._without_files
+        return chunk_index in self._chunks
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:

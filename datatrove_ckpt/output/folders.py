@@ -144,6 +144,11 @@ def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
     other = get_datafolder(recorded)
     try:
         with file_system_call():
-            return _path(other) != _path(folder) and bool(other.exists(""))
+            if _path(other) == _path(folder):
+                return False
+            other.info("")  # not ``exists``: on the hub it takes any error for a folder that is gone
+            return True
+    except FileNotFoundError:
+        return False
     except OSError:
         return True  # nothing shows that it is gone

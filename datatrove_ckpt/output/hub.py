@@ -53,6 +53,11 @@ class HubFile:
     oid: str | None = None
     blob: str | None = None
 
+    @property
+    def hash(self) -> str:
+        """As a commit keeps it; "" in a bucket."""
+        return self.oid or self.blob or ""
+
     def holds(self, size: int, digest: str) -> bool:
         """Whether this is the file with that size in bytes and hash, as far as the hub tells.
 

@@ -13,7 +13,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
-from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
@@ -269,7 +269,8 @@ def check_output_of_run(
     check.refuse_shared(commits.values())
     check.refuse_lost(commits.values(), found)
     for rank in first_starts:
-        if rank not in commits or not commits[rank].has_run:
+        # Looked at again: what has started since may have written the files that were listed.
+        if not (rank_folder(checkpoints, rank) / RUN).exists():
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:

@@ -333,3 +333,6 @@ def _set_aside(writer: DiskWriter, names: Sequence[str], folder: Path) -> None:
         files.disk.rename(new, target)
         files.disk.sync_dir(target.parent)
     remove_output(writer.output_folder, names)
+    if writer.output_folder.is_local():
+        for parent in {Path(writer.output_folder.resolve_paths(name)).parent for name in names}:
+            files.disk.sync_dir(parent)

@@ -30,6 +30,7 @@ from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
 WAITING = "waiting for the server"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
+_LONGEST_LEFT = 1e9  # a longer time left is chance
 _SAMPLE_SECONDS = 1.0
 _PACE_SECONDS = 30.0
 _LEAST_CELLS, _MOST_CELLS = 8, 40
@@ -243,7 +244,8 @@ class RunProgress:
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
         at_work = ((pace, self._last[rank].share) for rank, pace in self._paces.items() if rank not in self._done)
         alone = (pace.seconds_left(now, share) for pace, share in at_work if share)
-        return max([(1.0 - share) / rate, *alone])
+        left = max([(1.0 - share) / rate, *alone])
+        return left if left < _LONGEST_LEFT else None
 
     def _since(self, at: float) -> _Sample:
         """The first sample at this time or later; the last one if there is none."""

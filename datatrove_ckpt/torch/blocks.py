@@ -19,7 +19,7 @@ the user's cache folder. Put it on a shared disk, and the nodes of a training sh
 counts, and the others wait for it.
 
 A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). A count that is
-wrong nevertheless is noticed when rows are read, see ``block_files.changed``. The file may be deleted at any time.
+wrong nevertheless is noticed when rows are read, see ``block_formats.changed``. The file may be deleted at any time.
 
 One schema for all files of an input, whose columns may have other types in each.
 

@@ -14,14 +14,18 @@ import fsspec
 import orjson
 import pytest
 from datatrove.data import Document
+from datatrove.io import get_datafolder
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
-from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output
+from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output, stands_elsewhere
 from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.preflight import before_run
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
@@ -162,6 +166,38 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
     assert main(["repair", str(tmp_path / "checkpoints")]) == 0
     runner(tmp_path, server, ask, accept_changes=True).run(documents(6))
     assert len(outputs(tmp_path / "output")) == 3
+
+
+class Busy(MemoryFileSystem):
+    """Answers no question about what is there. Its ``exists`` is fsspec's, and takes any error for a no."""
+
+    protocol = "busy"
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        raise OSError("429 Too Many Requests")
+
+
+def test_a_folder_that_cannot_be_asked_after_may_still_be_there() -> None:
+    """Else what was written there would be made, and paid for, again."""
+    fsspec.register_implementation("busy", Busy, clobber=True)
+    assert stands_elsewhere("busy://old", get_datafolder("memory://new"))
+    assert not stands_elsewhere("memory://old", get_datafolder("memory://new"))
+
+
+def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
+    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(str(job / "job.yaml"), [])
+    look = before_run._look
+
+    def starts_meanwhile(*arguments: Any) -> Any:
+        with monkeypatch.context() as inside:
+            inside.setattr(before_run, "_look", look)
+            command("run", "job.yaml")
+        return look(*arguments)
+
+    monkeypatch.setattr(before_run, "_look", starts_meanwhile)
+    before_run.check_output(RunPlan.of(executor), before=True)
 
 
 # files that no commit knows ------------------------------------------------------------------------------------------

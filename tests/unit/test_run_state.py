@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import files, layout, ledger
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
@@ -387,6 +387,27 @@ def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path)
     totals = read(tmp_path).totals
     assert totals.counts.dead == 4
     assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
+
+
+def test_a_copy_without_its_large_dead_letters_is_not_damaged(tmp_path: Path) -> None:
+    folder = write_rank(tmp_path, chunks=1, letters=[("str", "too long")], finished=True)
+    (folder / layout.DEAD_LETTERS).unlink()
+    rank = read_one(tmp_path)
+    assert (rank.state, rank.counts.dead) == ("finished", 1)
+
+
+def test_commits_that_are_younger_than_the_listing_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rank(tmp_path, chunks=2, finished=True)
+    (tmp_path / "last_chunk").mkdir()
+    (tmp_path / "last_chunk/00000.txt").write_text("1\n")
+    check = ledger._Listing.check
+
+    def listed_before(self: ledger._Listing) -> None:
+        check(self)
+        del self.entries[layout.COMMITS]
+
+    monkeypatch.setattr(ledger._Listing, "check", listed_before)
+    assert read_one(tmp_path).counts.read == 20
 
 
 def test_of_large_journals_the_history_tells_the_number_of_documents(

@@ -234,6 +234,7 @@ class MetricsPort(ThreadingMixIn, TCPServer):
         self._lock = threading.Lock()
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
         super().__init__((host, port), _Scrape)
+        os.register_at_fork(after_in_child=self.socket.close)  # a fork of a rollout's may outlive this process
         name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
         threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics", daemon=True).start()

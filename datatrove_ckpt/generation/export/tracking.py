@@ -117,7 +117,7 @@ class Tracking:
 
     def _read_replies(self, reader: subprocess.Popen[bytes]) -> None:
         assert reader.stdout is not None
-        with reader:
+        with suppress(OSError, ValueError), reader:  # it may die while it is written to, or print something else
             for line in reader.stdout:
                 number, _, problem = line.decode("utf-8", "replace").rstrip().partition(" ")
                 with self._changed:

@@ -100,7 +100,7 @@ class AiohttpTransport:
             raise ConnectTimeout from None
 
     def explain(self, error: Exception) -> str:
-        return self.redact(str(error))
+        return self.redact(str(error).replace(str(self._url.reveal()), str(self._url)))  # as yarl writes it
 
     async def close(self) -> None:
         await self._session.close()

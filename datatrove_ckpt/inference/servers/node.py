@@ -128,6 +128,17 @@ class ServerRecord:
         return _folder() / f"{self.guardian[0]}.json"
 
 
+def kill_session(session: int) -> None:
+    """Send SIGKILL to the processes that a killed guardian left behind: all those of the session that it led.
+
+    The kernel does not reuse the number of a session that has a process, so no other process is hit.
+    """
+    for process in process_table():
+        if process.session == session and process.pid != os.getpid():
+            with suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
+                os.kill(process.pid, signal.SIGKILL)
+
+
 def end_leftovers() -> None:
     """End the servers on this node whose runner and guardian are dead. Other servers are not touched."""
     try:
@@ -147,7 +158,10 @@ def end_leftovers() -> None:
 
 
 def _folder() -> Path:
-    folder = runtime_folder() / "servers" / socket.gethostname()
+    namespace = 0  # of process ids: containers may share a host name and this folder
+    with suppress(OSError):
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    folder = runtime_folder() / "servers" / f"{socket.gethostname()}-{namespace}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

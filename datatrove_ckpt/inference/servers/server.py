@@ -46,7 +46,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, node
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
-from datatrove_ckpt.inference.servers.node import ServerRecord
+from datatrove_ckpt.inference.servers.node import ServerRecord, kill_session
 from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -303,17 +303,22 @@ class InferenceServer:
 
     async def stop(self) -> None:
         self.request_stop()
-        if self._process is not None:
-            await asyncio.to_thread(self._process.wait_until_stopped)  # cancelled here, it waits in the next call
-        self.stop_blocking()
+        await asyncio.to_thread(self._wait_until_stopped)  # cancelled here, it waits in the next call
+        self._forget()
 
     def stop_blocking(self) -> None:
         """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
         self.request_stop()
-        if self._process is not None and self._process.wait_until_stopped() < 0 and self._record is not None:
-            # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
-            self._record.kill_processes()
+        self._wait_until_stopped()
         self._forget()
+
+    def _wait_until_stopped(self) -> None:
+        if self._process is None or self._process.wait_until_stopped() >= 0:
+            return
+        # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
+        kill_session(self._process.pid)
+        if self._record is not None:
+            self._record.kill_processes()
 
     def request_stop(self) -> None:
         """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""

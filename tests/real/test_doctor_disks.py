@@ -90,11 +90,11 @@ def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
         for path in (folder, rank):
             path.chmod(0o777)
         with somebody_else():
-            (found,) = checks._check_ranks("checkpoints", folder)
+            (found,) = checks._check_ranks(folder)
         assert (found.state, found.what) == ("problem", "earlier run")
         assert found.message.startswith(f"{rank}/commits.jsonl: from an earlier run, and this user cannot write there.")
         rank.chmod(0o700)
         with somebody_else():
-            (found,) = checks._check_ranks("checkpoints", folder)
+            (found,) = checks._check_ranks(folder)
         assert found.message.startswith(f"{rank}: from an earlier run")
-        assert checks._check_ranks("checkpoints", folder) == []
+        assert list(checks._check_ranks(folder)) == []

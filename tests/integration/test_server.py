@@ -40,6 +40,9 @@ if "--family" in sys.argv:
     child = subprocess.Popen([sys.executable, "-c", hidden], stdout=subprocess.PIPE)
     grandchild = int(child.stdout.readline())
     pathlib.Path("pids").write_text(f"{os.getppid()} {os.getpid()} {grandchild}")
+if "--helper" in sys.argv:  # writes nothing to the server's log
+    quiet = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pathlib.Path("helper").write_text(str(quiet.pid))
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -93,9 +96,9 @@ def command_lines() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def family() -> list[int]:
-    """Process ids of the guardian, the server and its hidden grandchild."""
-    return [int(pid) for pid in Path("pids").read_text().split()]
+def family(file: str = "pids") -> list[int]:
+    """Process ids of the guardian, the server and its hidden grandchild; of "helper", that of the server's helper."""
+    return [int(pid) for pid in Path(file).read_text().split()]
 
 
 @contextlib.contextmanager
@@ -160,13 +163,13 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
 
 @linux_only
 async def test_a_killed_guardian_leaves_no_server() -> None:
-    running = InferenceServer(custom(SERVER, {"family": True}), 0)
+    running = InferenceServer(custom(SERVER, {"family": True, "helper": True}), 0)
     await running.start()
     guardian_pid, engine, _hidden = family()
     os.kill(guardian_pid, signal.SIGKILL)
     with pytest.raises(ServerDied):
         await running.watch()
-    with all_gone_within([engine], 10):
+    with all_gone_within([engine, *family("helper")], 10):
         await running.stop()
     os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
 

@@ -14,6 +14,7 @@ from datatrove_ckpt.checkpoint import files, layout, ledger
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance import read_state
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
@@ -394,6 +395,19 @@ def test_a_copy_without_its_large_dead_letters_is_not_damaged(tmp_path: Path) ->
     (folder / layout.DEAD_LETTERS).unlink()
     rank = read_one(tmp_path)
     assert (rank.state, rank.counts.dead) == ("finished", 1)
+
+
+def test_a_folder_of_another_user_is_named_with_what_to_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rank(tmp_path, chunks=1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(ledger, "_Listing", refuse)
+    with pytest.raises(ConfigError, match=r"chmod -R g\+rX"):
+        list(ledger.read_ranks(tmp_path, ledger.Want.SETTINGS))
 
 
 def test_commits_that_are_younger_than_the_listing_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

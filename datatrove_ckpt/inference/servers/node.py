@@ -23,6 +23,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,22 +90,7 @@ class ServerRecord:
         Returns:
             The processes, each as "process 7 (name)".
         """
-        killed: dict[int, str] = {}
-        deadline = time.monotonic() + _KILL_TIMEOUT
-        # Again until nothing is found: a dying process may still have forked.
-        while ours := [process for process in process_table() if self._owns(process)]:
-            for process in ours:
-                killed[process.pid] = f"process {process.pid} ({process.name})"
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                logger.warning(
-                    f"Some processes of {self.name} cannot be killed; they may still hold GPUs: "
-                    f"{', '.join(killed[process.pid] for process in ours)}"
-                )
-                break
-            time.sleep(0.005)
-        return list(killed.values())
+        return _kill_all(self._owns, self.name)
 
     @property
     def is_abandoned(self) -> bool:
@@ -114,7 +100,7 @@ class ServerRecord:
 
     def _owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
-        if process.session != self.guardian[0] or process.zombie:
+        if process.session != self.guardian[0]:
             return False
         for number in (1, 2):
             with suppress(OSError):
@@ -128,15 +114,31 @@ class ServerRecord:
         return _folder() / f"{self.guardian[0]}.json"
 
 
-def kill_session(session: int) -> None:
-    """Send SIGKILL to the processes that a killed guardian left behind: all those of the session that it led.
+def kill_session(session: int, name: str) -> None:
+    """Kill what a killed guardian left behind, and wait for it: all of the session that it led.
 
     The kernel does not reuse the number of a session that has a process, so no other process is hit.
     """
-    for process in process_table():
-        if process.session == session and process.pid != os.getpid():
+    _kill_all(lambda process: process.session == session and process.pid != os.getpid(), name)
+
+
+def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
+    killed: dict[int, str] = {}
+    deadline = time.monotonic() + _KILL_TIMEOUT
+    # Again until nothing is found: a dying process may still have forked.
+    while ours := [process for process in process_table() if not process.zombie and is_one(process)]:
+        for process in ours:
+            killed[process.pid] = f"process {process.pid} ({process.name})"
             with suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
                 os.kill(process.pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            logger.warning(
+                f"Some processes of {name} cannot be killed; they may still hold GPUs: "
+                f"{', '.join(killed[process.pid] for process in ours)}"
+            )
+            break
+        time.sleep(0.005)
+    return list(killed.values())
 
 
 def end_leftovers() -> None:

@@ -316,9 +316,7 @@ class InferenceServer:
         if self._process is None or self._process.wait_until_stopped() >= 0:
             return
         # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
-        kill_session(self._process.pid)
-        if self._record is not None:
-            self._record.kill_processes()
+        kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
         """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""

@@ -7,7 +7,4 @@ Start at ``rank.py``, then ``scheduler.py`` (from the first document to the last
 ``generate.py`` (one call of a rollout's ``generate``). ``prefetch.py`` has where documents come from, ``failures.py``
 and ``dead_letters.py`` documents that fail, ``run_identity.py`` and ``code_walk.py`` what makes two runs the same run,
 ``null_checkpoint.py`` a run without a checkpoint, and ``progress.py`` statistics and progress bar.
-
-The room may import ``errors``, ``redaction``, ``config``, ``rollouts``, ``process``, ``checkpoint``,
-``inference``, ``readers`` and ``output``.
 """

@@ -7,6 +7,4 @@ complete version is restored when the local folder is missing or older.
     manifests.py     the format on the remote: versions, owners, manifests, objects, seals
     restore.py       what happens before a rank opens its checkpoint
     object_store.py  reads and writes below one URL; the seam for crash tests
-
-This package may import ``checkpoint`` and the modules below it (``errors``, ``retrying``, ...).
 """

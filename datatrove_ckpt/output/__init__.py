@@ -20,6 +20,4 @@
     arrow_types.py     the Arrow type of values, and whether values fit a given one
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
-
-This package may import ``checkpoint`` and the modules below them (``errors``, ``retrying``, ...).
 """

@@ -13,8 +13,6 @@
     pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
     permutations.py    shuffled orders
 
-This package may import ``errors``, ``formatting``, ``redaction`` and ``retrying``.
-
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
 file, unless it continues the old one: new files after the current one, or a JSONL file that changed after the position.

@@ -1,7 +1,6 @@
 """Model servers: start, readiness, health, restart, GPUs, several nodes. Their engines are in ``config.engines``.
 
-It may import ``inference.client``, ``config``, ``process``, ``redaction``, ``retrying`` and ``errors``. Start at
-``connect.py``, whose ``connect`` gives the runner a client that is ready. From there:
+Start at ``connect.py``, whose ``connect`` gives the runner a client that is ready. From there:
 
     connect.py       a client of servers that run already, or of those that a rank launches
     pool.py          the servers that one rank launches; keeps each one running, and restarts it

@@ -4,7 +4,8 @@ A value is what Python has for it, but a list of numbers is a numpy array: these
 number takes 28 bytes where the table has 2 or 4. Columns are converted as a whole, which is what makes a row cost less
 than a microsecond.
 
-JSON has no types of columns. Integers that no int64 holds, such as hashes, stay a list: numpy would round them.
+JSON has no types of columns. Its numbers become an array only if that changes no value: numpy would make floats of
+integers that no int64 holds, or that are beside a float, and round them. Else they stay a list.
 
 Arrays are copies, because torch warns of arrays that cannot be written, and because a view keeps a whole block alive.
 
@@ -20,7 +21,6 @@ in a tenth of the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -212,6 +212,9 @@ Arrays: TypeAlias = dict[str, Any]
 _COPIED_TOGETHER = 2**20
 """Up to this many bytes, token rows are views of one copy."""
 
+_EXACT_IN_FLOATS = 2**53
+"""A float64 holds each integer up to this size."""
+
 
 def table_rows(table: pa.Table) -> list[Row]:
     """The rows of a table, in its order of columns."""
@@ -258,22 +261,39 @@ def _array(column: pa.ChunkedArray) -> Any:
 def _stacked(values: list[Any]) -> Any:
     first = values[0] if values else None
     if not isinstance(first, np.ndarray):
-        return _number_array(values)
+        return _exact_array(values)
     is_even = all(isinstance(value, np.ndarray) and value.shape == first.shape for value in values)
-    return np.stack(values) if is_even else values
+    return np.stack(values) if is_even and _have_common_type(values) else values
 
 
 def _json_value(value: list[Any]) -> Any:
-    return _number_array(value) if value and type(value[0]) in (int, float) else value
+    return _exact_array(value) if value and type(value[0]) in (int, float) else value
 
 
-def _number_array(values: list[Any]) -> Any:
-    """Numbers as an array; the list itself if there is none that holds them."""
+def _exact_array(values: list[Any]) -> Any:
+    """Numbers as an array of the same numbers; the list itself if there is none."""
     kinds = set(map(type, values))
-    if kinds == {bool} or (kinds and kinds <= {int, float}):
-        with suppress(OverflowError):
-            return np.array(values, np.int64 if kinds == {int} else None)
-    return values
+    if kinds == {int}:
+        try:
+            return np.array(values, np.int64)
+        except OverflowError:
+            return values
+    if kinds == {float} or kinds == {bool}:
+        return np.array(values)
+    is_exact = kinds == {int, float} and all(
+        type(value) is float or -_EXACT_IN_FLOATS <= value <= _EXACT_IN_FLOATS for value in values
+    )
+    return np.array(values, np.float64) if is_exact else values
+
+
+def _have_common_type(rows: list[Any]) -> bool:
+    """Whether one array can hold all these arrays without another value or kind of value."""
+    kinds = {row.dtype for row in rows}
+    if kinds != {np.dtype(np.int64), np.dtype(np.float64)}:
+        return len(kinds) == 1
+    return all(
+        row.dtype == np.float64 or ((row >= -_EXACT_IN_FLOATS) & (row <= _EXACT_IN_FLOATS)).all() for row in rows
+    )
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:

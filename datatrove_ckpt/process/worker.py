@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import fsspec.asyn
-import multiprocess
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.forks import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.parent_watch import kill_after
+from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
 from datatrove_ckpt.redaction import HiddenDict
 
@@ -129,7 +126,7 @@ def work(
         os.environ.clear()
         os.environ.update(environment)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
-    _die_with(parent)
+    die_with_parent(parent)
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
     worker = _Worker(connection, numbers, task, slot)
@@ -215,19 +212,3 @@ def _sendable(error: BaseException, number: int) -> Exception:
     if not getattr(error, "__notes__", ()):  # a note says which log has it
         error.add_note(f"In the worker process of task {number}:\n{text}")
     return error
-
-
-def _die_with(parent: int) -> None:
-    """Lets SIGKILL end this process as soon as the parent is gone: its tasks must be free for the next run."""
-    process = multiprocess.parent_process()
-    assert process is not None
-    wait: Callable[[], object] = process.join
-    if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
-        try:
-            handle = os.pidfd_open(parent)
-            wait = partial(select.select, [handle], [], [])
-        except ProcessLookupError:
-            os._exit(1)
-        except OSError:  # the kernel or the container knows no pidfds
-            pass
-    kill_after(wait)

@@ -33,8 +33,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.output.documents import encode_finished, is_plain
-from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.shutdown import Shutdown, StopState, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout

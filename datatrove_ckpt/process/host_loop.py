@@ -73,16 +73,12 @@ class HostLoop:
                 self._shutdown.fast_stop()
 
 
-class _OfThread(threading.local):
-    host: HostLoop | None = None
-
-
-_of_thread = _OfThread()
+_host = contextvars.ContextVar[HostLoop | None]("host", default=None)
 
 
 def host_loop() -> HostLoop | None:
-    """The event loop that this thread's rank runs on, if that is not its own."""
-    return _of_thread.host
+    """The event loop that this rank runs on, if that is not its own."""
+    return _host.get()
 
 
 async def run_hosted(run: Callable[[], None], name: str) -> None:
@@ -99,9 +95,9 @@ async def run_hosted(run: Callable[[], None], name: str) -> None:
     host = HostLoop(loop)
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     context = contextvars.copy_context()
+    context.run(_host.set, host)
 
     def work() -> None:
-        _of_thread.host = host
         error: BaseException | None = None
         try:
             context.run(run)

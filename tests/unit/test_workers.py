@@ -78,7 +78,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
         assert len(list(done)) == 3 - stop
     assert reporter() is None
     if not stop:
-        assert (screen.progress.documents, screen.progress.finished) == (30, 30)
+        assert (screen.progress.documents, screen.progress.work[0]) == (30, 30)
 
 
 def square(slot: int, task: int) -> int:

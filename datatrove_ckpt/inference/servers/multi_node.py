@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -152,7 +152,8 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
     if connection is None:
         return
     reader, writer = connection
-    async with leased_gpus(config) as (lease,):
+    (lease,) = await lease_gpus(config)
+    with contextlib.closing(lease):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         try:
             await _serve_part(reader, writer, server)

@@ -82,7 +82,7 @@ class ServerPool:
                 self.supervisors.append(supervisor)
             if self._head is not None:
                 self._head.on_worker_death = self.supervisors[0].mark_dead
-            await self._run_unless_a_node_is_lost(supervisor.start() for supervisor in self.supervisors)
+            await self._run_all(supervisor.start() for supervisor in self.supervisors)
             self._supervision = asyncio.create_task(self._supervise())
             self._exit = stack.pop_all()
         return self
@@ -122,23 +122,30 @@ class ServerPool:
                 logger.error(f"{error}\nThe run goes on without this server, with {left} of {len(self.supervisors)}.")
 
         try:
-            await self._run_unless_a_node_is_lost(supervise(supervisor) for supervisor in self.supervisors)
+            await self._run_all(supervise(supervisor) for supervisor in self.supervisors)
         except ServerDied as error:
             self.client.router.fail(str(error))
             raise
 
-    async def _run_unless_a_node_is_lost(self, work: Iterable[Awaitable[None]]) -> None:
-        if self._head is None:
-            return await _run_all(work)
-        watch = asyncio.create_task(self._head.watch())
-        running = asyncio.create_task(_run_all(work))
+    async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
+        """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group.
+
+        Raises:
+            ServerDied: a node was lost.
+        """
+        watch = self._head.watch() if self._head is not None else wait_until_cancelled()
+        node_lost: asyncio.Future[None] = asyncio.ensure_future(watch)
+        tasks = [*map(asyncio.ensure_future, work), node_lost]
+        left = {*tasks}
         try:
-            await asyncio.wait([watch, running], return_when=asyncio.FIRST_COMPLETED)
-            await (running if running.done() else watch)
+            while left != {node_lost}:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
-            watch.cancel()
-            running.cancel()
-            await asyncio.gather(watch, running, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _new_servers(self) -> list[InferenceServer]:
         """Servers that are not started yet, each with its lease."""
@@ -159,17 +166,6 @@ class ServerPool:
         finally:
             for server in servers:
                 server.lease.close()
-
-
-async def _run_all(work: Iterable[Awaitable[None]]) -> None:
-    """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # All times are seconds.

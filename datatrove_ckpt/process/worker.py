@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,6 @@ from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
-_LENGTH = 8  # bytes
 
 _is_worker = False
 _slot: int | None = None
@@ -58,34 +57,6 @@ class Reported(NamedTuple):
 
     rank: int
     progress: RankProgress
-
-
-class Inbox:
-    """The messages of one worker, for its parent. It never waits, not even for the rest of a message.
-
-    Attributes:
-        is_closed: no more can come.
-    """
-
-    def __init__(self, connection: Any) -> None:
-        self._descriptor = connection.fileno()
-        self._data = bytearray()
-        self.is_closed = False
-        os.set_blocking(self._descriptor, False)
-
-    def messages(self) -> Iterator[Any]:
-        """Those that have come."""
-        with suppress(OSError):  # nothing more has come, or the process has ended
-            while data := os.read(self._descriptor, 1 << 16):
-                self._data += data
-            self.is_closed = True
-        while len(self._data) >= _LENGTH:
-            end = _LENGTH + int.from_bytes(self._data[:_LENGTH])
-            if len(self._data) < end:
-                return
-            message = bytes(self._data[_LENGTH:end])
-            del self._data[:end]
-            yield ForkingPickler.loads(message)
 
 
 def is_worker() -> bool:
@@ -149,28 +120,21 @@ class _Worker:
     def serve(self) -> None:
         """Runs tasks until the parent has no more, is gone, or a signal came."""
         try:
-            self._send(READY)
+            self._connection.send(READY)
             while self._stop_signal is None and (number := self._connection.recv()) is not None:
-                self._send(self._outcome(number))
+                self._connection.send(self._outcome(number))
         except (EOFError, OSError):  # of the connection: the parent is gone
             pass
         finally:
             self._work.close()
             with suppress(OSError):
-                self._send(CLOSED)
+                self._connection.send(CLOSED)
 
     def report(self, rank: int, progress: RankProgress) -> None:
         """Tells the parent where a rank stands, unless that would wait: the parent may be busy."""
         with suppress(OSError):  # the parent is gone
             if select.select([], [self._connection.fileno()], [], 0)[1]:
-                self._send(Reported(rank, progress))
-
-    def _send(self, message: object) -> None:
-        """As ``Inbox`` reads it."""
-        data = memoryview(ForkingPickler.dumps(message))
-        data = memoryview(len(data).to_bytes(_LENGTH) + data)
-        while data:
-            data = data[os.write(self._connection.fileno(), data) :]
+                self._connection.send(Reported(rank, progress))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # something that a task forked

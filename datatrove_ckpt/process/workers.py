@@ -37,7 +37,7 @@ from multiprocess import forkserver, resource_tracker
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
-from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Reported, Work, work
+from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
 from datatrove_ckpt.redaction import HiddenDict
 
 SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
@@ -60,6 +60,7 @@ class _Process:
         self.is_ready = False  # for a task
         self.was_ready = False
         self.ends_by: float | None = None  # it is killed then
+        self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
         arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot, below_bar)
@@ -69,12 +70,19 @@ class _Process:
         finally:
             theirs.close()
         self._handle = _handle(self.process.pid)
-        self.inbox = Inbox(self.connection)
 
     @property
     def sentinel(self) -> int:
         """Becomes readable when the process has ended. multiprocess's own also does when the fork server has ended."""
         return self._handle if self._handle is not None else int(self.process.sentinel)
+
+    def messages(self) -> Iterator[Any]:
+        """Those that have come."""
+        try:
+            while self.connection.poll():
+                yield self.connection.recv()
+        except (EOFError, OSError):
+            self.is_silent = True
 
     def send(self, message: object) -> None:
         with suppress(OSError):  # it has ended: its sentinel tells
@@ -242,7 +250,7 @@ class Workers:
         limits += [] if self._screen is None else [time.monotonic() + TICK_SECONDS]
         seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
-        open_ = [worker.connection for worker in self._workers if not worker.inbox.is_closed]
+        open_ = [worker.connection for worker in self._workers if not worker.is_silent]
         ready = connections.wait([*sources, *open_], seconds)
         if self._woken in ready:
             os.read(self._woken, 4096)
@@ -251,7 +259,7 @@ class Workers:
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         has_ended = worker.has_ended  # first: what it sent before its end has come then
-        for message in worker.inbox.messages():
+        for message in worker.messages():
             if message == READY:
                 worker.is_ready = worker.was_ready = True
                 self._failed_starts = 0

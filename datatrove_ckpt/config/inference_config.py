@@ -172,7 +172,7 @@ class InferenceConfig:
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
         if not isinstance(self.accept_null_finish_reason, bool):
             raise ConfigError("accept_null_finish_reason: takes true or false.")
-        if self.accept_null_finish_reason and not self.may_lack_finish_reason:
+        if self.accept_null_finish_reason and self.engine.is_known:
             unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
@@ -224,11 +224,6 @@ class InferenceConfig:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
         return [url.strip() for url in urls]
-
-    @property
-    def may_lack_finish_reason(self) -> bool:
-        """Servers of this type may give no finish_reason. All engines that we launch give one."""
-        return not self.engine.is_known
 
     @property
     def servers(self) -> int:

@@ -498,7 +498,7 @@ class CompletionClient:
         if not request.without_reason:
             request.without_reason_since = now
         request.without_reason += 1
-        if target.gives_reasons or not self._config.may_lack_finish_reason or not answer.text:
+        if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         lasts = now - request.without_reason_since >= _STOPPING
         if lasts and request.without_reason >= self._config.request_max_attempts:

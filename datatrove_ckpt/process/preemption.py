@@ -159,7 +159,7 @@ class _Handed(Preempted):
         super().__init__(message)
         self._number = number
         if number:  # if a pool that has ended takes no results any more, or somebody else keeps the error
-            _call_later(seconds, _leave, number)
+            _call_later(seconds, end_by, number)
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
         """Called when the error is sent; its traceback goes as text."""
@@ -167,18 +167,13 @@ class _Handed(Preempted):
             # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
             self.__traceback__ = self.__context__ = None
             gc.collect()
-            weakref.finalize(self, _leave, self._number).atexit = False
-            _call_later(_SEND_SECONDS, _leave, self._number)
+            weakref.finalize(self, end_by, self._number).atexit = False
+            _call_later(_SEND_SECONDS, end_by, self._number)
         return Preempted, self.args
 
 
 _Handed.__module__, _Handed.__qualname__ = Preempted.__module__, Preempted.__qualname__  # in logs it is one
 _Handed.__name__ = Preempted.__name__
-
-
-def _leave(number: int) -> None:
-    leave_terminal()
-    os._exit(128 + number)
 
 
 # All times are seconds.

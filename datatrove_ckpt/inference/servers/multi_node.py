@@ -155,40 +155,28 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
     (lease,) = await lease_gpus(config)
     with contextlib.closing(lease):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
+        watch: asyncio.Task[None] | None = None
         try:
-            await _serve_part(reader, writer, server)
+            while await read_line(reader) == _START:  # (re)start
+                if watch is not None:
+                    watch.cancel()
+                await server.kill()
+                await server.launch()
+                watch = asyncio.create_task(_report_death(server, writer))
+            logger.info("The head node has ended, so this node stops, too.")
         finally:
+            if watch is not None:
+                watch.cancel()
             writer.close()
             await server.kill()
 
 
-async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: InferenceServer) -> None:
-    """(Re)start the server at each command of the head node, and report when it dies; until the connection closes."""
-    death: asyncio.Task[None] | None = None
-    command = asyncio.create_task(read_line(reader))
+async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -> None:
     try:
-        while True:
-            await asyncio.wait([task for task in (command, death) if task], return_when=asyncio.FIRST_COMPLETED)
-            if death is not None and death.done():
-                logger.warning(str(death.exception()))
-                writer.write(_DIED)
-                death = None
-            if not command.done():
-                continue
-            if command.result() != _START:
-                logger.info("The head node has ended, so this node stops, too.")
-                return
-            if death is not None:
-                death.cancel()
-            await server.kill()
-            await server.launch()
-            death = asyncio.create_task(server.watch())
-            command = asyncio.create_task(read_line(reader))
-    finally:
-        for task in (command, death):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in (command, death) if task), return_exceptions=True)
+        await server.watch()
+    except ServerDied as error:
+        logger.warning(str(error))
+        writer.write(_DIED)
 
 
 async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:

@@ -70,8 +70,8 @@ async def connect(
 
         async with CompletionClient(config, [], None, shutdown=shutdown) as client:
             client.on_server = on_server or client.on_server
-            async with ServerPool(config, rank, client, shutdown) as pool:
-                yield client, pool.watch
+            async with ServerPool(config, rank, client, shutdown).running() as watch:
+                yield client, watch
 
 
 # Servers that run already: nothing to launch or stop, only a check that they answer before the first request.

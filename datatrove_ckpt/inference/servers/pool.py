@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import NoReturn, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NoReturn
 
 from loguru import logger
 
@@ -59,54 +58,42 @@ class ServerPool:
         self.client = client
         self.supervisors: list[ServerSupervisor] = []
         self._head: HeadNode | None = None
-        self._exit = AsyncExitStack()
-        self._supervision: asyncio.Task[None] | None = None
-        self._settings: Settings | None = None  # None: this rank shares its servers with no other one
-        self._keep = False
 
     @property
     def restarts(self) -> int:
         return sum(supervisor.restarts for supervisor in self.supervisors)
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Servers run in this block. After it they may stay for the next rank, if it ends without an exception.
+
+        Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
+        """
         async with AsyncExitStack() as stack:
+            settings: Settings | None = None  # this rank shares its servers with no other one
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
             elif self.config.reuse_servers:
-                self._settings = await asyncio.to_thread(server_settings, self.config)
-            servers = await take(self._settings, self.rank) or await self._new_servers()
-            stack.push_async_callback(self._end, servers)
-            for index, server in enumerate(servers):
-                supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
-                self.supervisors.append(supervisor)
-            if self._head is not None:
-                self._head.on_worker_death = self.supervisors[0].mark_dead
-            await self._run_all(supervisor.start() for supervisor in self.supervisors)
-            self._supervision = asyncio.create_task(self._supervise())
-            self._exit = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._supervision is not None:
-            self._supervision.cancel()
-            await asyncio.gather(self._supervision, return_exceptions=True)
-        self._keep = kind is None
-        await self._exit.__aexit__(kind, error, trace)
-        if self.restarts:
-            resent = self.client.stats.resent
-            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
-
-    async def watch(self) -> None:
-        """Wait until no server is left.
-
-        Raises:
-            ServerDied: none is left, and none may be restarted.
-        """
-        assert self._supervision is not None
-        await asyncio.shield(self._supervision)
+                settings = await asyncio.to_thread(server_settings, self.config)
+            servers = await take(settings, self.rank) or await self._new_servers()
+            kept = None
+            try:
+                for index, server in enumerate(servers):
+                    supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
+                    self.supervisors.append(supervisor)
+                if self._head is not None:
+                    self._head.on_worker_death = self.supervisors[0].mark_dead
+                await self._run_all(supervisor.start() for supervisor in self.supervisors)
+                supervision = asyncio.create_task(self._supervise())
+                try:
+                    yield lambda: asyncio.shield(supervision)
+                    kept = settings
+                finally:
+                    supervision.cancel()
+                    await asyncio.gather(supervision, return_exceptions=True)
+            finally:
+                await self._end(servers, kept)
 
     async def _supervise(self) -> None:
         left = len(self.supervisors)
@@ -155,10 +142,14 @@ class ServerPool:
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
         return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
 
-    async def _end(self, servers: list[InferenceServer]) -> None:
+    async def _end(self, servers: list[InferenceServer], settings: Settings | None) -> None:
+        """``settings``: with which the next rank may have them; None: it may not."""
+        if self.restarts:
+            resent = self.client.stats.resent
+            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
         for supervisor in self.supervisors:
             self.client.mark_dead(supervisor.target, "the run ends")
-        if self._keep and self._settings is not None and keep(ServerSet(self._settings, self.rank, servers)):
+        if settings is not None and keep(ServerSet(settings, self.rank, servers)):
             await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:

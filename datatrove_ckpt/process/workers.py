@@ -45,6 +45,7 @@ SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time 
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 _LONGEST_WAIT = 3600.0
+_KEPT = (signal.SIG_IGN, None)  # a signal that is ignored, as under nohup; a handler that Python cannot restore
 
 
 class Stopped(Exception):
@@ -69,7 +70,10 @@ class _Process:
             self.process.start()
         finally:
             theirs.close()
-        self._handle = _handle(self.process.pid)
+        self._handle: int | None = None  # it has ended, or there are no pidfds here
+        if sys.platform == "linux":
+            with suppress(OSError):  # it has ended, or the kernel or the container knows no pidfds
+                self._handle = os.pidfd_open(self.process.pid)
 
     @property
     def sentinel(self) -> int:
@@ -87,10 +91,6 @@ class _Process:
     def send(self, message: object) -> None:
         with suppress(OSError):  # it has ended: its sentinel tells
             self.connection.send(message)
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(connections.wait([self.sentinel], 0))
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -148,7 +148,7 @@ class Workers:
         self._context = context
         self._count = count
         self._work = work
-        self._numbers = [number for number in sorted(set(numbers)) if _is_handled(number)]
+        self._numbers = [number for number in sorted(set(numbers)) if signal.getsignal(number) not in _KEPT]
         self._max_attempts = max_attempts
         self._stop_seconds = stop_seconds
         self._screen = screen
@@ -159,7 +159,6 @@ class Workers:
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks are told to stop
         self._requests = 0
-        self._is_hurried = False
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
         self._previous: dict[int, Any] = {}
@@ -258,7 +257,7 @@ class Workers:
             self._screen.tick()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
-        has_ended = worker.has_ended  # first: what it sent before its end has come then
+        has_ended = connections.wait([worker.sentinel], 0)  # first: what it sent before its end has come then
         for message in worker.messages():
             if message == READY:
                 worker.is_ready = worker.was_ready = True
@@ -339,10 +338,8 @@ class Workers:
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)
-        if self._requests > 1 and not self._is_hurried:
-            self._is_hurried = True
-            for worker in self._workers:
-                worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
+                if self._requests > 1:
+                    worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
 
     def _kill_late(self) -> None:
         for worker in self._workers:
@@ -363,21 +360,6 @@ def end_as(number: int) -> NoReturn:
         raise SystemExit(128 + number)
     signal.raise_signal(number)
     raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
-
-
-def _is_handled(number: int) -> bool:
-    """Not if this process ignores it, as under nohup, or has a handler that Python cannot restore."""
-    return signal.getsignal(number) not in (signal.SIG_IGN, None)
-
-
-def _handle(pid: int | None) -> int | None:
-    """A file descriptor for the process. None: it has ended, or there are no pidfds here."""
-    if sys.platform != "linux" or pid is None:
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # it has ended, or the kernel or the container knows no pidfds
-        return None
 
 
 def _cannot_start(why: str) -> WorkerDied:

@@ -56,9 +56,8 @@ class HeadNode:
         self.on_worker_death: Callable[[str], None] = lambda cause: None
         self._port = config.master_port + 1
         self._started = False
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._handlers: set[asyncio.Task[None]] = set()
-        self._unproven: set[asyncio.StreamWriter] = set()
+        self._writers: set[asyncio.StreamWriter] = set()  # to nodes of this task
+        self._handlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -76,7 +75,7 @@ class HeadNode:
         self._lost_node.cancel()
         self._listener.close()
         # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
-        for writer in (*self._unproven, *self._writers):
+        for writer in self._handlers.values():
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
@@ -97,12 +96,9 @@ class HeadNode:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._handlers.add(task)
-        self._unproven.add(writer)
+        self._handlers[task] = writer
         host = writer.get_extra_info("peername")[0]
-        is_node = await authenticate(reader, writer, HEAD, WORKER)
-        self._unproven.discard(writer)
-        if is_node:
+        if await authenticate(reader, writer, HEAD, WORKER):
             await self._follow(reader, writer, host)
         elif self._listener.is_serving():
             logger.warning(
@@ -110,7 +106,7 @@ class HeadNode:
                 f"not prove that it knows this task's {LINK_KEY_VARIABLE}."
             )
         writer.close()
-        self._handlers.discard(task)
+        del self._handlers[task]
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         """Listen to a worker until its connection closes."""

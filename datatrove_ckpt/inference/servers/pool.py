@@ -148,7 +148,7 @@ class ServerPool:
             resent = self.client.stats.resent
             logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
         for supervisor in self.supervisors:
-            self.client.mark_dead(supervisor.target, "the run ends")
+            self.client.router.mark_dead(supervisor.target, "the run ends")
         if settings is not None and keep(ServerSet(settings, self.rank, servers)):
             await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
@@ -284,7 +284,7 @@ class ServerSupervisor:
 
     def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
-            self._death = self.client.mark_dead(self.target, cause.partition("\n")[0])
+            self._death = self.client.router.mark_dead(self.target, cause.partition("\n")[0])
             self._death_cause.set_result(cause)
 
     async def _restart(self, cause: str) -> None:

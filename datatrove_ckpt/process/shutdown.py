@@ -19,11 +19,12 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.timed_queue import get_within
+
+T = TypeVar("T")
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
@@ -254,6 +255,23 @@ class Shutdown:
                         return True
                 except queue.Empty:
                     return False
+
+
+def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
+    """The next item. For queues that one thread reads. ``seconds`` None: without a limit.
+
+    ``SimpleQueue.get`` with a timeout, without a fault of CPython (seen in 3.11).
+
+    Raises:
+        queue.Empty: there was none within that time.
+    """
+    # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how much of its time is
+    # left before it waits, and waits for good if that is negative: a thread that had to wait for a processor just then.
+    # After a look that found nothing, the lock is taken.
+    try:
+        return items.get_nowait()
+    except queue.Empty:
+        return items.get(timeout=seconds)
 
 
 async def wait_until_cancelled() -> NoReturn:

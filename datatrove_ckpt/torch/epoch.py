@@ -242,8 +242,7 @@ def _files(reader: SeekingReader, then: State | None) -> State | None:
     if then is not None:
         inputs.check_all(then)
         return then
-    digest = inputs.digest(len(inputs.names)).state()
-    return {key: digest[key] for key in ("files", "bytes", "all", "names")}
+    return inputs.digest(len(inputs.names)).state()
 
 
 def _check(then: State, seed: int | None, slot: Slot, index: int, count: int) -> None:

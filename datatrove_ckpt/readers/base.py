@@ -45,7 +45,6 @@ from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
     FilePosition,
     FileRead,
-    FileReading,
     FileState,
     Position,
     PositionedDocument,
@@ -307,8 +306,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 file = self._begin_file(start, shard, digest, inputs, index, extent, before)
                 skipped_before, in_file = start.skipped, file_position != ()
                 place = int(shard[0]), documents + passed
-                reading = FileReading(self._read_part(inputs, index, file_position, row_shard, place))
-                for document, after in reading:
+                for document, after in self._read_part(inputs, index, file_position, row_shard, place):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
@@ -326,7 +324,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 is_part = row_shard != ALL_ROWS or not part_of(inputs, index).is_whole
                 start.note_skipped(inputs.names[index], skipped_before, in_file or is_part)
                 files_bar.update()
-                self._end_file(inputs, index, digest, documents - before, reading)
+                self._end_file(inputs, index, digest, documents - before, file.file)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
@@ -356,11 +354,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return file
 
     def _end_file(
-        self, inputs: Inputs, index: int, digest: Digest, documents: int, reading: FileReading | None = None
+        self, inputs: Inputs, index: int, digest: Digest, documents: int, extent: FileExtent | None = None
     ) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
-        if reading is not None and self._may_grow(inputs.names[index]):
-            inputs.note_size(index, reading.size)
+        if extent is not None and self._may_grow(inputs.names[index]):
+            inputs.note_size(index, extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
     # States --------------------------------------------------------------------------------------------------------

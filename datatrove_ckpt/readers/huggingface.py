@@ -186,7 +186,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                         documents += document is not None
                         made.append((document or Skipped.WITHOUT_TEXT, (row,)))
                 yield from made
-        return None
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         if not self._has_default_adapter():

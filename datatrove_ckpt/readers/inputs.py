@@ -365,16 +365,17 @@ def until_end(rows: FileRead, part: Part, at: FilePosition) -> FileRead:
         CheckpointMismatch: the file has no row that ends where the part does, so it has changed.
     """
     if part.end is None:
-        return (yield from rows)
+        yield from rows
+        return
     if at == part.end:
-        return None
+        return
     for document, after in rows:
         here = tuple(number & PLAIN_INTEGER for number in after)
         if here > part.end:
             break
         yield document, after
         if here == part.end:
-            return None
+            return
     raise CheckpointMismatch(
         f"The input file {part.name!r} has changed: it was divided at {list(part.end)} when the run was dealt out to "
         "other tasks, and no document ends there now. Restore the file, or start another run for the new input."

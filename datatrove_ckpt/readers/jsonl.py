@@ -101,7 +101,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         offset, number = file_position[:2] if file_position else (0, 0)
-        index, count = row_shard
+        (index, count), extent = row_shard, self._file_extent
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
             if offset and self._codec(name) is None:
@@ -123,7 +123,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
-        return offset if self._codec(name) is None else None
+        if self._codec(name) is None:
+            extent.end = offset
 
     def _read_shuffled(
         self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
@@ -138,7 +139,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 for document, after in self._shuffle_lines(lines, name, start, key, lines_done, row_shard):
                     yield document, (turn + 1, after)
                 lines_done = 0
-        return None
 
     def _read_shuffled_compressed(
         self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int
@@ -157,7 +157,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     yield document, (offset, after)
                 offset += sum(map(len, lines))
                 lines_done = 0
-        return None
 
     def _shuffle_lines(
         self, lines: list[bytes], name: str, start: int, key: tuple[int, int], lines_done: int, row_shard: RowShard

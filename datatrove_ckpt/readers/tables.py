@@ -181,7 +181,6 @@ class _TableReader(SeekingReader):
             for document, row in documents:
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
-        return None
 
     def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
         started, done = file_position or (1, 0)
@@ -199,7 +198,6 @@ class _TableReader(SeekingReader):
                     for document, row in self._convert(found, rows, name, group, None):
                         yield document, (turn, done_after[row])
             done = 0
-        return None
 
     def _convert(
         self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None

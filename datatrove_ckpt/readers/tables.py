@@ -186,8 +186,9 @@ class _TableReader(SeekingReader):
         started, done = file_position or (1, 0)
         index, count = row_shard
         for turn, group, length, held, pick in self._shuffled_groups(name, started, seed):
+            whole = permutation(length, seed, name, group)
             for first in range(done, length, max(1, held)):
-                order = permutation(length, seed, name, group, first=first, last=first + held)
+                order = whole[first : first + held]
                 mine = np.flatnonzero((group + order) % count == index)
                 table, places = pick(order[mine])
                 for start in range(0, len(mine), _CONVERTED_ROWS):

@@ -131,15 +131,21 @@ _BATCH_ROWS, _BATCH_BYTES = 2**14, 2**21
 _BUFFER_BYTES = 2**20
 
 
-class _Cursor(NamedTuple):
-    """Batches of a row group from one of its rows on."""
+class _GroupRows:
+    """The rows of one row group, from its beginning on. ``row``: how many were read."""
 
-    group: int
-    columns: tuple[str, ...] | None
-    row: int
-    rest: Any
-    """Rows of the last batch that nobody has asked for yet; None: there are none."""
-    batches: Iterator[Any]
+    def __init__(self, group: int, columns: tuple[str, ...] | None, batches: Iterator[Any]) -> None:
+        self.key, self.row = (group, columns), 0
+        self._batches, self._rest = batches, None
+
+    def read(self, rows: int) -> Iterator[Any]:
+        """The next rows, in parts of batches."""
+        while rows:
+            batch = self._rest or next(self._batches)
+            part = batch.slice(0, rows)
+            self._rest = batch.slice(part.num_rows) if batch.num_rows > rows else None
+            self.row, rows = self.row + part.num_rows, rows - part.num_rows
+            yield part
 
 
 class ParquetBlocks(BlockFile):
@@ -153,7 +159,7 @@ class ParquetBlocks(BlockFile):
         import pyarrow.parquet as pq
 
         self._name, self._size = name, size
-        self._cursor: _Cursor | None = None
+        self._group: _GroupRows | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
@@ -175,45 +181,32 @@ class ParquetBlocks(BlockFile):
 
         with naming_damage(self._name):
             check_columns(self._file.schema_arrow.names, columns, self._name)
-            group, start = self.part_of(first)
-            cursor = self._seek(group, start, None if columns is None else tuple(columns))
-            parts, wanted, rest = [], rows, cursor.rest
-            while wanted:
-                batch = next(cursor.batches) if rest is None else rest
-                parts.append(batch.slice(0, wanted))
-                rest = batch.slice(wanted) if batch.num_rows > wanted else None
-                wanted -= parts[-1].num_rows
-            self._cursor = cursor._replace(row=cursor.row + rows, rest=rest)
-            table = pa.Table.from_batches(parts)
+            found = self._seek(*self.part_of(first), None if columns is None else tuple(columns))
+            table = pa.Table.from_batches(found.read(rows))
+            self._group = found
             return table if columns is None else table.select(list(columns))
 
     def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
-        self._cursor = None
+        self._group = None
 
     def close(self) -> None:
         """Closes the file."""
-        self._cursor = None
+        self._group = None
         self._file.close()
         self._source.close()
 
-    def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _Cursor:
-        """The batches of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
-        cursor, sizes = self._cursor, self.index.groups[group]
-        if cursor is None or (cursor.group, cursor.columns) != (group, columns) or cursor.row > row:
+    def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _GroupRows:
+        """The rows of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
+        found, self._group = self._group, None  # what was read of it is lost if this fails
+        if found is None or found.key != (group, columns) or found.row > row:
+            sizes = self.index.groups[group]
             rows = min(_BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)))
             batches = self._file.iter_batches(rows, row_groups=[group], columns=columns and list(columns))
-            cursor = _Cursor(group, columns, 0, None, iter(batches))
-        self._cursor = None  # its batches are consumed, so it may not be used again if this fails
-        at, rest = cursor.row, cursor.rest
-        while at < row or rest is None:
-            batch = next(cursor.batches) if rest is None else rest
-            passed = min(row - at, batch.num_rows)
-            at += passed
-            rest = batch.slice(passed) if passed < batch.num_rows else None
-            if at == row:
-                break
-        return cursor._replace(row=at, rest=rest)
+            found = _GroupRows(group, columns, iter(batches))
+        for _ in found.read(row - found.row):
+            pass
+        return found
 
 
 _CONTINUATION = 0xFFFFFFFF

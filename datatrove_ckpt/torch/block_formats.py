@@ -10,7 +10,7 @@ A record batch may be a whole file. Local files are mapped into memory, so a sli
 batch with compressed buffers, or of a remote file, is read as a whole, but only its columns that are asked for.
 
 How many rows a batch has is written before it, in a flatbuffer of some hundred bytes, and nowhere else. pyarrow tells
-it only with the batch, so it is read here: format/Message.fbs and format/File.fbs of Apache Arrow.
+it only with the batch, so it is read here: format/Message.fbs of Apache Arrow.
 
 JSONL: the lines are counted once, and read again from places that the count has noted.
 
@@ -210,6 +210,8 @@ class ParquetBlocks(BlockFile):
 
 
 _CONTINUATION = 0xFFFFFFFF
+_MARK_BYTES = 2**8
+"""The mark of a file, what aligns the messages behind it (to 64 bytes for Arrow in Rust), and the first of them."""
 _DICTIONARY, _RECORD_BATCH = 2, 3  # MessageHeader
 
 
@@ -301,35 +303,37 @@ class ArrowBlocks(BlockFile):
 
         size = self._source.seek(0, 2) or self._source.tell()
         self._source.seek(0)
+        reader = (pa.ipc.open_stream if self._stream else pa.ipc.open_file)(self._source)
         try:
-            if self._stream:
-                schema = pa.ipc.open_stream(self._source).schema
-                messages = list(_stream_messages(self._source, size))
-            else:
-                schema = pa.ipc.open_file(self._source).schema
-                messages = list(_file_messages(self._source, size))
+            messages = list(_messages(self._source, size, self._stream))
         except (struct.error, IndexError) as error:
             raise EOFError("the description of a record batch cannot be read") from error
         batches = [message for kind, message in messages if kind == _RECORD_BATCH]
         dictionaries = any(kind == _DICTIONARY for kind, _ in messages)
-        return schema, [batch[:3] for batch in batches], dictionaries, any(batch[3] for batch in batches)
+        if not self._stream and reader.num_record_batches != len(batches):
+            raise EOFError(f"it should hold {reader.num_record_batches} record batches, and {len(batches)} are there")
+        return reader.schema, [batch[:3] for batch in batches], dictionaries, any(batch[3] for batch in batches)
 
 
 _Message: TypeAlias = tuple[int, tuple[int, int, int, bool]]
 """Kind; offset, rows and bytes; whether its buffers are compressed."""
 
 
-def _stream_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
-    """The messages. Raises EOFError if the stream was cut off, or another follows."""
-    offset = 0
+def _messages(file: IO[bytes], size: int, is_stream: bool) -> Iterator[_Message]:
+    """The messages of a stream, or of the stream that a file with a table of contents holds.
+
+    Raises EOFError if it was cut off, or another follows.
+    """
+    file.seek(0)
+    offset = 0 if is_stream else max(0, file.read(_MARK_BYTES).find(b"\xff\xff\xff\xff"))
     while True:
         file.seek(offset)
         start = file.read(8)
         if len(start) < 8 or struct.unpack_from("<I", start)[0] != _CONTINUATION:
-            raise EOFError("the end of its stream is missing")
+            raise EOFError("the end of its stream is missing, or Arrow before release 0.15 wrote it")
         length = struct.unpack_from("<i", start, 4)[0]
         if length == 0:
-            if offset + 8 != size:
+            if is_stream and offset + 8 != size:
                 raise EOFError("other bytes follow the end of its stream")
             return
         kind, rows, body, compressed = _message(file.read(length))
@@ -337,25 +341,6 @@ def _stream_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
         offset += 8 + length + body
         if offset > size:
             raise EOFError("its last record batch is incomplete")
-
-
-def _file_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
-    """As ``_stream_messages``, for the record batches that the table of contents at a file's end lists."""
-    file.seek(size - 10)
-    length = struct.unpack_from("<i", file.read(4))[0]
-    file.seek(size - 10 - length)
-    footer = file.read(length)
-    vector = _field(footer, _root(footer), 3)
-    if not vector:
-        return
-    vector += struct.unpack_from("<I", footer, vector)[0]
-    for number in range(struct.unpack_from("<I", footer, vector)[0]):
-        offset, metadata, body = struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * number)
-        file.seek(offset)
-        message = file.read(metadata)
-        has_marker = struct.unpack_from("<I", message)[0] == _CONTINUATION
-        kind, rows, _, compressed = _message(message[8 if has_marker else 4 :])
-        yield kind, (offset, rows, body, compressed)
 
 
 def _message(buffer: bytes) -> tuple[int, int, int, bool]:

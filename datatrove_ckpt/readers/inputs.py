@@ -382,28 +382,14 @@ def until_end(rows: FileRead, part: Part, at: FilePosition) -> FileRead:
     )
 
 
-def between(parts: Sequence[Part], start: Place, end: Place) -> list[Part]:
-    """What lies after ``start``, up to and including ``end``."""
-    found = []
-    for index in range(start.part, min(end.part + 1, len(parts))):
-        part = parts[index]
-        if index == end.part and not end.at:  # nothing of it, wherever it begins
-            break
-        if index == start.part and start.at:
-            part = part._replace(begin=start.at)
-        if index == end.part:
-            part = part._replace(end=end.at)
-        if part.end is None or part.begin != part.end:
-            found.append(part)
-    return found
-
-
-def after(parts: Sequence[Part], start: Place) -> list[Part]:
-    """What lies after ``start``."""
-    found = list(parts[start.part :])
-    if found and start.at:
-        found[0] = found[0]._replace(begin=start.at)
-    return [part for part in found if part.end is None or part.begin != part.end]
+def between(parts: Sequence[Part], start: Place, end: Place | None) -> list[Part]:
+    """What lies after ``start``, up to and including ``end``; None: all that does."""
+    found = list(parts if end is None else parts[: end.part + bool(end.at)])  # of a part without a place nothing
+    if end is not None and end.part < len(found):
+        found[end.part] = found[end.part]._replace(end=end.at)
+    if start.at and start.part < len(found):
+        found[start.part] = found[start.part]._replace(begin=start.at)
+    return [part for part in found[start.part :] if part.end is None or part.begin != part.end]
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

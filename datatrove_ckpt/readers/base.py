@@ -335,24 +335,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
 
-    def _begin_file(
-        self,
-        start: ReaderStart,
-        shard: ShardKey,
-        digest: Digest,
-        inputs: Inputs,
-        index: int,
-        extent: InputExtent,
-        documents: int,
-    ) -> FileState:
-        logger.log(self._file_level, f"Reading input file {inputs.names[index]}, {index + 1}/{len(inputs.names)}")
-        file = self._file_state(start, shard, digest, inputs, index)
-        file.shared["file"]["first"] = documents
-        file.input, file.file = extent, extent.file(index, inputs.bytes_before(index, digest.bytes), inputs.size(index))
-        file.file.begin = part_of(inputs, index).begin
-        self._file_extent = file.file
-        return file
-
     def _end_file(
         self, inputs: Inputs, index: int, digest: Digest, documents: int, extent: FileExtent | None = None
     ) -> None:
@@ -367,13 +349,26 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """The state before the first document."""
         return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
 
-    def _file_state(self, start: ReaderStart, shard: ShardKey, digest: Digest, inputs: Inputs, index: int) -> FileState:
+    def _begin_file(
+        self,
+        start: ReaderStart,
+        shard: ShardKey,
+        digest: Digest,
+        inputs: Inputs,
+        index: int,
+        extent: InputExtent,
+        documents: int,
+    ) -> FileState:
         name, size = inputs.names[index], inputs.size(index)
-        current = {"name": shorten(name), "size": size}
+        logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
+        current = {"name": shorten(name), "size": size, "first": documents}
         if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
             current["hash"] = inputs.fingerprint(index, size, whole=True)
         read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
-        return FileState(self._reader_state(start.number) | read)
+        read |= {"commit": inputs.commit} if inputs.commit else {}
+        self._file_extent = extent.file(index, inputs.bytes_before(index, digest.bytes), size)
+        self._file_extent.begin = part_of(inputs, index).begin
+        return FileState(self._reader_state(start.number) | read, extent, self._file_extent)
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}

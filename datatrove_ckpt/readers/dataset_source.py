@@ -300,17 +300,8 @@ class _Rows:
     def iter_arrow(self) -> Callable[[], Iterator[tuple[Any, Any]]] | None:
         return self._tables if self._source.iter_arrow else None
 
-    @property
-    def is_typed(self) -> Any:
-        return self._source.is_typed
-
-    @property
-    def features(self) -> Any:
-        return self._source.features
-
-    @property
-    def sleep_on_threads_shutdown(self) -> Any:
-        return self._source.sleep_on_threads_shutdown
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def _init_state_dict(self) -> dict[str, Any]:
         return {}  # positions are counted by the reader

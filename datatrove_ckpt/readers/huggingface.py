@@ -34,7 +34,6 @@ from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
     FileRead,
-    FileState,
     Row,
     RowShard,
     State,
@@ -150,11 +149,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if self.shuffle_seed is not None:  # set by ReaderDataset
             raise ConfigError("shuffle_seed: HuggingFaceDatasetReader cannot shuffle by a seed. Leave it out.")
         return self._open((state or {}).get("commit")).of_rank(rank, world_size)
-
-    def _file_state(self, start: Any, shard: Any, digest: Any, inputs: Inputs, index: int) -> FileState:
-        found = super()._file_state(start, shard, digest, inputs, index)
-        commit = inputs.commit if isinstance(inputs, DatasetInputs) else None
-        return FileState(found.shared | ({"commit": commit} if commit else {}))
 
     def _input_extent(self, inputs: Inputs) -> InputExtent:
         return InputExtent(inputs, self.limit, _count_rows(inputs))

@@ -65,6 +65,8 @@ class Inputs:
 
     row_shard: tuple[int, int] = (0, 1)
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
+    commit: str | None = None
+    """Of a dataset on the hub."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[int, dict[str, Any]] | None = None

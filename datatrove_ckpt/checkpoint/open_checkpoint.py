@@ -16,11 +16,10 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import (
+    Chunk,
     ChunkSlot,
     ChunkTracker,
-    CompleteChunk,
     PositionGetter,
-    PublishedChunk,
     no_position,
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
@@ -160,14 +159,14 @@ class OpenCheckpoint:
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         """Hands an answer over to be written."""
-        self._storage.put_answer(CachedRequest(slot.chunk_index, slot.ordinal, doc_id, key, answer))
+        self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
-        self._storage.put_finished(self._chunks.key(slot), finished)
+        self._storage.put_finished(slot.chunk, finished)
         self._finished += 1
         self._finished_bytes += len(finished.document)
-        self._chunks.document_finished(slot)
+        self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
         """No document follows: the last chunk is complete, however short it is.
@@ -187,7 +186,7 @@ class OpenCheckpoint:
         """Puts in place what is published, without waiting for more. Called before the rank ends early."""
         self._placement.hurry()
 
-    def _publish(self, chunk: CompleteChunk) -> None:
+    def _publish(self, chunk: Chunk) -> None:
         self._complete += 1
         self._storage.call(partial(self._files.publish, chunk, self._publisher.submit))
 
@@ -295,8 +294,8 @@ class OpenCheckpoint:
         """
         return self._storage.ask(partial(self._files.snapshot, since))
 
-    def _commit(self, published: PublishedChunk) -> None:
-        self._storage.call(partial(self._files.commit, published))
+    def _commit(self, chunk: Chunk) -> None:
+        self._storage.call(partial(self._files.commit, chunk))
 
 
 # how it is opened -----------------------------------------------------------------------------------------------------

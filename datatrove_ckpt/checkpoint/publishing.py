@@ -14,7 +14,7 @@ from contextlib import closing
 from functools import partial
 from typing import TypeAlias
 
-from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished, Took
@@ -50,7 +50,7 @@ class Publisher:
         write_chunk: WriteChunk,
         placement: Placement,
         fence: Fence,
-        on_published: Callable[[PublishedChunk], None],
+        on_published: Callable[[Chunk], None],
         on_failure: Callable[[BaseException], None],
         shutdown: Shutdown,
     ) -> None:
@@ -60,7 +60,7 @@ class Publisher:
         self._on_published = on_published
         self._on_failure = on_failure
         self._shutdown = shutdown
-        self._queue: queue.SimpleQueue[tuple[CompleteChunk, ChunkJournal] | _LastChunk | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Chunk, ChunkJournal] | _LastChunk | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True)
@@ -68,7 +68,7 @@ class Publisher:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
+    def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         """``journal`` holds all documents of the chunk, and is synced."""
         self._queue.put((chunk, journal))
 
@@ -102,34 +102,27 @@ class Publisher:
     def _fail(self, error: BaseException) -> None:
         self._on_failure(self._fence.explain(error))
 
-    def _publish(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
-        documents = _WrittenDocuments(journal, self._stopping, self._fence)
+    def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(documents):
-            output = self._write_chunk(chunk.key.chunk_index, documents)
-        counts, work, dead_letters = documents.counts, documents.work, documents.dead_letters
-        if counts.read != chunk.read:
+        with closing(_WrittenDocuments(chunk, journal, self._stopping, self._fence)) as documents:
+            chunk.files = self._write_chunk(chunk.index, documents)
+        if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
-                f"The journal {journal.path} holds {counts.read} documents instead of {chunk.read}; its output "
+                f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        published = PublishedChunk(chunk, counts, work, output, bytes(dead_letters))
-        check, done = partial(self._fence.check, thorough=True), partial(self._on_published, published)
-        self._placement.wait(chunk.key.chunk_index, WaitingChunk(check, done, self._fail))
+        check, done = partial(self._fence.check, thorough=True), partial(self._on_published, chunk)
+        self._placement.wait(chunk.index, WaitingChunk(check, done, self._fail))
 
 
 class _WrittenDocuments:
     """The documents of a chunk that go to the output, as often as they are asked for.
 
-    Attributes:
-        counts, work: of all documents that the last pass has read.
-        dead_letters: their lines.
+    The chunk's counts, work and dead letters are those of all documents that the last pass has read.
     """
 
-    def __init__(self, journal: ChunkJournal, stopping: threading.Event, fence: Fence) -> None:
-        self.counts = DocumentCounts()
-        self.work = WorkStats()
-        self.dead_letters = bytearray()
+    def __init__(self, chunk: Chunk, journal: ChunkJournal, stopping: threading.Event, fence: Fence) -> None:
+        self._chunk = chunk
         self._journal = journal
         self._stopping = stopping
         self._fence = fence
@@ -146,7 +139,8 @@ class _WrittenDocuments:
             self._pass.close()
 
     def _read(self) -> Generator[Finished, None, None]:
-        self.counts, self.work, self.dead_letters = DocumentCounts(), WorkStats(), bytearray()
+        chunk = self._chunk
+        chunk.counts, chunk.work, chunk.dead_letters = DocumentCounts(), WorkStats(), bytearray()
         took: list[Took] = []
         with closing(self._journal.read_in_order()) as documents:
             for finished in documents:
@@ -156,7 +150,7 @@ class _WrittenDocuments:
                 if self._stopping.is_set():
                     raise Stopping
                 if finished.outcome == "dead":
-                    self.dead_letters += finished.document + b"\n"
+                    chunk.dead_letters += finished.document + b"\n"
                 elif finished.outcome == "written":
                     yield finished
         self._count(took)
@@ -164,6 +158,6 @@ class _WrittenDocuments:
         self._fence.check(thorough=True)
 
     def _count(self, took: list[Took]) -> None:
-        self.counts.count_all(took)
-        self.work.count(took)
+        self._chunk.counts.count_all(took)
+        self._chunk.work.count(took)
         took.clear()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
@@ -109,7 +109,8 @@ class OpenNullCheckpoint:
         progress.seconds, progress.documents = self.seconds, replace(self.counts)
 
     def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
-        slot = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
+        chunk = Chunk(self._admitted // self._records_per_chunk, 0)
+        slot = ChunkSlot(self._admitted, chunk, cached=False)
         self._admitted += 1
         return slot
 
@@ -174,7 +175,7 @@ class OpenNullCheckpoint:
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk_index))
+            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk.index))
         except CkptError:
             raise
         except Exception as error:

@@ -213,7 +213,7 @@ class Scheduler:
             kept = [result for result in results if result is not None]
             document.metadata[self._metadata_key] = kept
             if kept:
-                self._check_document(document, slot.chunk_index)
+                self._check_document(document, slot.chunk.index)
             data = encode_finished(document, self._metadata_key) if kept else b"null"
             if self._check_writable is not None and not is_plain(data):
                 await asyncio.to_thread(self._check_writable, data, source.id)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import ChunkKey
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
@@ -253,7 +253,7 @@ def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
 # storage thread ----------------------------------------------------------------------------------------------------
 
 
-CHUNK = ChunkKey(0, 0)
+CHUNK = Chunk(0, 0)
 
 
 def make_storage(

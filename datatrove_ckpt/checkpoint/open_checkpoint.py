@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, make_interval
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -382,7 +382,7 @@ class CheckpointManager:
                 cache.forget_errors()
             point = recover(folder, self._last_chunk, log, cache, self.records_per_chunk)
             point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
-            interval = make_interval(self.sync_seconds, SYNC_TUNING)
+            interval = Interval(self.sync_seconds, SYNC_TUNING)
             rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
             rank_files.start_history()
             undo.pop_all()

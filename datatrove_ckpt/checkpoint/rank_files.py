@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,16 @@ from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, Sta
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, RUN, SHARD, journal_path
+from datatrove_ckpt.checkpoint.layout import (
+    COMMITS,
+    DEAD_LETTERS,
+    HISTORY,
+    RETRY_INPUT,
+    RUN,
+    SHARD,
+    journal_path,
+    last_chunk_of,
+)
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
@@ -30,9 +39,6 @@ from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
-
-PublishChunk = Callable[[Chunk, ChunkJournal], None]
-"""Hands a complete chunk and its synced journal to the publisher. Returns at once."""
 
 
 class RankFiles:
@@ -43,7 +49,6 @@ class RankFiles:
     ``counts`` and ``committed``.
 
     Args:
-        last_chunk: the file for people that names the last chunk of the unbroken run.
         cache, log: this rank's, open and recovered.
         point: what recovery found.
     """
@@ -51,7 +56,6 @@ class RankFiles:
     def __init__(
         self,
         folder: Path,
-        last_chunk: Path,
         cache: RequestCache,
         log: CommitLog,
         fence: Fence,
@@ -72,7 +76,6 @@ class RankFiles:
         self.unfinished = set(point.cached)
         """Ordinals of documents that have answers and are not finished."""
         self._folder = folder
-        self._last_chunk = last_chunk
         self._cache = cache
         self.log = log
         self._fence = fence
@@ -160,11 +163,11 @@ class RankFiles:
 
     # chunks ------------------------------------------------------------------------------------------------------
 
-    def publish(self, chunk: Chunk, publish: PublishChunk) -> None:
-        """Step 1 of a commit: syncs the journal. Then hands the chunk to the publisher, which does steps 2 and 3."""
+    def synced_journal(self, chunk: Chunk) -> ChunkJournal:
+        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete chunk."""
         journal = self._journal(chunk)
         journal.sync()
-        publish(chunk, journal)
+        return journal
 
     def commit(self, chunk: Chunk) -> None:
         """Steps 4 and 5: appends the commit line, then drops the journal and the answers.
@@ -202,7 +205,7 @@ class RankFiles:
         while self._unbroken in self.log.commits:
             self._unbroken += 1
         if self._unbroken > before:
-            write_last_chunk(self._last_chunk, self._unbroken - 1)
+            write_last_chunk(last_chunk_of(self._folder), self._unbroken - 1)
         journal = self._journal(chunk)
         journal.remove()
         del self._journals[chunk.index]

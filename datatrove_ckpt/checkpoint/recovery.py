@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
 from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
@@ -100,19 +100,18 @@ def holds_work(folder: Path) -> bool:
     return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)
 
 
-def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
+def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
     """Completes what a crash interrupted, and returns where to resume.
 
     Args:
         folder: the rank's folder.
-        last_chunk: the file for people that names the last chunk of the unbroken run.
         log, cache: this rank's, open.
 
     Raises:
         CheckpointCorrupt: a file holds something that no crash can leave behind.
     """
     point = _resume_point(log)
-    _finish_commits(folder, last_chunk, log, cache, point)
+    _finish_commits(folder, log, cache, point)
     for chunk_index, first_ordinal, end in uncommitted_journals(folder, log.commits, records_per_chunk):
         journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end, point.finished.count)
         if journal.size:
@@ -150,15 +149,15 @@ def _resume_point(log: CommitLog) -> ResumePoint:
     return point
 
 
-def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
+def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
     """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk was not committed."""
     for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:
             files.disk.remove(journal_path(folder, chunk_index))
     for chunk_index in cache.chunks() & log.commits.keys():
         cache.drop_chunk(chunk_index)
-    if point.next_chunk and read_last_chunk(last_chunk) != point.next_chunk - 1:
-        write_last_chunk(last_chunk, point.next_chunk - 1)
+    if point.next_chunk and read_last_chunk(last_chunk_of(folder)) != point.next_chunk - 1:
+        write_last_chunk(last_chunk_of(folder), point.next_chunk - 1)
     dead_letters = folder / DEAD_LETTERS
     if dead_letters.exists() and dead_letters.stat().st_size > point.dead_letters_size:
         files.disk.truncate(dead_letters, point.dead_letters_size)

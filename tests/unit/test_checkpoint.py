@@ -262,7 +262,7 @@ def make_storage(
     fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
     every = interval or Interval(60, SYNC_TUNING)
-    rank_files = RankFiles(folder, folder / "last", cache, log, fence, every, ResumePoint())
+    rank_files = RankFiles(folder, cache, log, fence, every, ResumePoint())
     return StorageThread(rank_files, on_change), rank_files
 
 

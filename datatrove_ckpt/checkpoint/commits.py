@@ -13,11 +13,10 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import orjson
-import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
@@ -25,7 +24,6 @@ from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Took
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import (
-    BODY_AT,
     Json,
     Line,
     is_count,
@@ -378,16 +376,13 @@ class CommitLog:
 
 # sums -----------------------------------------------------------------------------------------------------------------
 
-# The sums over a rank's commits, several times as fast as reading each line, for ``status`` of many ranks.
+# The sums over a rank's commits, three times as fast as reading each line, for ``status`` of many ranks.
 #
-# Each line's checksum is compared, and the numbers at its start are read. Who gets None reads again in the slow way,
-# and learns what is wrong.
+# Checksums are compared, and all lines are parsed at once. Who gets None reads again in the slow way, and learns what
+# is wrong.
 
 
-_COUNTS = tuple(DocumentCounts.__dataclass_fields__)[:7]  # without how answers ended, which is in "work"
-_ENDS = b'"%s":' % ENDS.encode()
-_LETTERS = b',"dead_letters_size":'
-_FILE = b'"xxh128":"'  # quotes in a name are escaped
+_tally = itemgetter("read", "written", "dropped", "dead", "requests", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(slots=True)
@@ -428,51 +423,26 @@ def sum_commits(path: Path | str) -> CommitSums | None:
         StorageFailed: the file cannot be read.
     """
     lines = last_lines(path)
+    bodies = [body for line in lines if (body := unseal(line)) is not None]
     try:
-        return _sum(lines)
+        return _sum(orjson.loads(b"[%s]" % b",".join(bodies))) if len(bodies) == len(lines) else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _sum(lines: list[bytes]) -> CommitSums | None:
-    """The start of each line is parsed, up to the end of its counts: the rest of it takes most of the time."""
-    if not lines:
+def _sum(commits: list[Json]) -> CommitSums | None:
+    if not commits:
         return CommitSums()
-    heads, letters = [], 0
-    for line in lines:
-        size = _letters(line)
-        if not _is_whole(line) or size < letters:  # not in the order in which they were written
-            return None
-        heads.append(line[BODY_AT : line.index(b"}", BODY_AT)])
-        letters = size
-    commits = orjson.loads(b"[{" + b"}},{".join(heads) + b"}}]")
-    tallies, indices = [commit["tally"] for commit in commits], [commit["chunk_index"] for commit in commits]
-    if set(map(tuple, tallies)) != {_COUNTS}:
+    rows = [(*_tally(commit["tally"]), *commit.get("work", {}).get(ENDS, (0, 0, 0))) for commit in commits]
+    numbers = list(map(sum, zip(*rows, strict=True)))
+    indices = [commit["chunk_index"] for commit in commits]
+    letters = [commit["dead_letters_size"] for commit in commits]
+    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(len(commit["files"]) for commit in commits))
+    if len(sums.indices) < len(indices) or letters != sorted(letters):  # not in the order in which they were written
         return None
-    numbers = list(map(sum, zip(*(tally.values() for tally in tallies), strict=True)))
-    numbers += map(sum, zip(*orjson.loads(b"[%s]" % b",".join(map(_ends, lines))), strict=True))
-    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(line.count(_FILE) for line in lines))
-    if len(sums.indices) != len(lines) or not all(map(is_count, [*numbers, min(indices), sum(indices)])):
+    if not all(map(is_count, [*numbers, min(indices), sum(indices)])):
         return None
     sums.unbroken = count_unbroken(sums.indices)
-    last = orjson.loads(unseal(lines[-1]) or b"")
-    seconds, at = last.get("seconds", (0.0, 0.0)), last.get("at")
+    seconds, at = commits[-1].get("seconds", (0.0, 0.0)), commits[-1].get("at")
     sums.seconds, sums.at = float(seconds[1]), float(at) if is_seconds(at) and at else None
     return sums
-
-
-def _letters(line: bytes) -> int:
-    """The commit's ``dead_letters_size``. Only fields of ours come after it."""
-    at = line.rindex(_LETTERS) + len(_LETTERS)
-    return int(line[at : line.index(b",", at)])
-
-
-def _ends(line: bytes) -> bytes:
-    """How many answers there are, were cut off and are empty; zeros if an earlier release made the commit."""
-    at = line.rfind(_ENDS, line.rindex(_LETTERS)) + len(_ENDS)
-    return line[at : line.index(b"]", at) + 1] if at >= len(_ENDS) else b"[0,0,0]"
-
-
-def _is_whole(line: bytes) -> bool:
-    """As ``unseal``, without a copy of the line."""
-    return line[:BODY_AT] == b'{"xxh":"%s",' % xxhash.xxh3_64_hexdigest(memoryview(line)[BODY_AT:-1]).encode()

@@ -25,13 +25,13 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, make_interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
+from datatrove_ckpt.checkpoint.job_ledger import count_reshards
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,

@@ -107,7 +107,7 @@ def _obstacles(plan: Relocation, place: Place) -> str:
 def _way_out(plan: Relocation, place: Place) -> str:
     """Names `repair` only where it makes again what is lost. It refuses other files than those that are still there."""
     if any(problem.kind == "rank" for problem in plan.obstacles):
-        return "Copy these files and folders again, and relocate again."
+        return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
     if there := folders_still_there(plan.report):
         return f"Copy these files again from {', '.join(there)}, and relocate again."
     repair = repair_command(place.given, output=plan.report.output)
@@ -125,10 +125,10 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
     lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
-    if plan.not_started:
-        one = len(plan.not_started) == 1
+    if report.not_started:
+        one = len(report.not_started) == 1
         lines.append(
-            f"{name_tasks(plan.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
+            f"{name_tasks(report.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
             f"{'it did, copy its folder' if one else 'they did, copy their folders'}, too, and relocate again before "
             "you run: what is not here is paid again."
         )

@@ -29,12 +29,12 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_unfitting
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -50,7 +50,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, unstarted_ranks
+from datatrove_ckpt.checkpoint.resharding import unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
@@ -199,9 +199,10 @@ def check_source(source: Path) -> None:
         CheckpointMismatch: ``reshard`` was interrupted there, or its ``shares.json`` and a rank do not fit each other.
         ConfigError: it has ranks that no task reads any more.
     """
-    refuse_half_resharded(source)
-    refuse_unfitting(source)
-    if retired := ranks_with_documents(source):
+    job = JobLedger.read(source)
+    job.check(job.newer(), job.older())
+    retired = [rank for rank, share in job.shares.retired.items() if share or rank_folder(source, rank).exists()]
+    if retired:  # no task reads their documents again
         raise ConfigError(
             f"{source}: reshard has left {name_tasks(sorted(retired))} with documents that no task would read again, "
             "so the new run would lack them. Deal the other run out to as many tasks as it had before (datatrove-ckpt "

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.dealt_out import refuse_lost_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
@@ -31,6 +30,7 @@ from datatrove_ckpt.checkpoint.history_log import (
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -43,7 +43,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 from datatrove_ckpt.formatting import duration, plural
@@ -88,7 +87,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     run = _first_run(state.ranks)
     state.identity = {"format": run["format"], **settings_in(run)} if run else {}
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
-    _sort_out(state, place.folder)
+    job = _sort_out(state, place)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -96,10 +95,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.is_unstarted = is_unstarted(run) and not state.totals.attempts
     state.is_half_resharded = (place.folder / layout.RESHARD_PLAN).exists()
     try:
-        refuse_half_resharded(place.folder)
-        refuse_lost_shares(place.folder, [one.rank for one in sorted(state.ranks, key=lambda one: one.reshards)[-1:]])
-        if not place.is_copy:  # a mirror may get these from another node
-            refuse_lost_ranks(place.folder)
+        job.check(job.newer(), *([] if place.is_copy else [job.lost()]))  # a mirror may get these from another node
     except CheckpointError as error:
         state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
@@ -160,24 +156,15 @@ def _share(budget: int, ranks: int) -> int:
     return min(_MOST_BYTES, budget // ranks)
 
 
-def _sort_out(state: RunState, folder: Path) -> None:
+def _sort_out(state: RunState, place: Place) -> JobLedger:
     """Which ranks are missing, and which do not belong to the run."""
-    if not state.tasks:
-        return
-    retired: set[int] = set()
-    with suppress(CheckpointError):  # ``refusal`` has it
-        retired = retired_ranks(folder)
-    for rank in state.ranks:
-        if rank.rank in retired:  # the rest of its input is in the shares of others
-            rank.position = rank.position._replace(total=rank.position.done)
-    state.foreign = [rank.rank for rank in state.ranks if rank.rank >= state.tasks and rank.rank not in retired]
+    job = JobLedger.read(place.folder, state.tasks, {rank.rank: rank.reshards for rank in state.ranks})
+    state.missing, state.gone, state.foreign = job.missing, job.removed, job.foreign
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
-    there = {rank.rank for rank in state.ranks}
-    state.missing = [number for number in range(state.tasks) if number not in there]
-    if state.missing:
-        with suppress(OSError):
-            begun = {path.name for path in layout.last_chunk_file(folder, 0).parent.iterdir()}
-            state.gone = [one for one in state.missing if layout.last_chunk_file(folder, one).name in begun]
+    for rank in state.ranks:
+        if rank.rank in job.shares.retired:  # the rest of its input is in the shares of others
+            rank.position = rank.position._replace(total=rank.position.done)
+    return job
 
 
 def _copied_at(place: Place, root: str, number: int) -> float | None:

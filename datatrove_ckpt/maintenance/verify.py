@@ -37,17 +37,15 @@ import xxhash
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     JOB,
     NOTHING_PUBLISHED,
-    RESHARD_PLAN,
     RUN,
-    SHARES,
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import (
@@ -58,8 +56,8 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable
+from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
@@ -99,7 +97,7 @@ def verify(
     report.output = output or _output_folder(report.ranks, planned, given)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
-    _check_number_of_ranks(report)
+    _check_ranks(report)
     check_output(report, full, folder_is_given=output is not None)
     if full:
         check_columns(report)
@@ -233,37 +231,19 @@ def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
     return found
 
 
-def _check_number_of_ranks(report: Report) -> None:
+def _check_ranks(report: Report) -> None:
     # A retry has only the ranks with dead letters, so its ranks do not count.
-    ranks = {rank.number: rank for rank in report.ranks if not rank.root}
-    tasks = report.tasks
-    is_active = any(rank.state in ("running", "unfinished") for rank in report.ranks)
-    missing = [number for number in range(tasks) if not rank_folder(report.checkpoints, number).exists()]
-    for number in () if is_active else list(missing):
-        rank = RankLedger("", number, rank_folder(report.checkpoints, number))
-        if rank.last_chunk_file.exists():  # it had committed chunks
-            missing.remove(number)
-            message = f"{rank.folder} is missing: its checkpoint was removed. Bring it back, or run again."
-            report.add_problem("rank", message, rank, path=rank.folder)
+    kept = {rank.number: rank.run.get(RESHARDS, 0) if rank.run else None for rank in report.ranks if not rank.root}
+    job = JobLedger.read(report.checkpoints, report.tasks, kept)
+    tasks, missing = plural(report.tasks, "task"), job.not_started
+    report.not_started = missing
     if missing:
         have = "has" if len(missing) == 1 else "have"
-        report.add_unfinished(f"{len(missing)} of {plural(tasks, 'task')} {have} not started ({name_tasks(missing)}).")
-    try:
-        refuse_half_resharded(report.checkpoints)
-    except CheckpointError as error:
-        report.add_problem("rank", str(error), path=report.checkpoints / RESHARD_PLAN)
-    try:
-        refuse_lost_shares(report.checkpoints)
-    except CheckpointError as error:
-        report.add_problem("rank", str(error), path=report.checkpoints / SHARES)
-        return
-    for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
-        folder = rank_folder(report.checkpoints, number)
-        report.add_problem("rank", message, RankLedger("", number, folder), path=folder)
-    retired = retired_ranks(report.checkpoints)
-    for number, rank in ranks.items():
-        if tasks and number >= tasks and number not in retired:
-            report.add_problem("rank", f"is one too many: the run has {plural(tasks, 'task')}.", rank, path=rank.folder)
+        report.add_unfinished(f"{len(missing)} of {tasks} {have} not started ({name_tasks(missing)}).")
+    too_many = ((number, f"is one too many: the run has {tasks}.") for number in job.foreign)
+    for number, message in (*job.problems(), *too_many):
+        folder = report.checkpoints if number is None else rank_folder(report.checkpoints, number)
+        report.problems.append(Problem("rank", message, rank=number, path=str(folder)))
 
 
 # verify columns -------------------------------------------------------------------------------------------------------
@@ -363,6 +343,7 @@ class Report:
         output: the output folder's name.
         folder: the same as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
+        not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
 
@@ -372,6 +353,7 @@ class Report:
     folder: Any = None
     ranks: list[RankLedger] = field(default_factory=list)
     chunks: list[CommittedChunk] = field(default_factory=list)
+    not_started: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
     uncounted: set[str] = field(default_factory=set)

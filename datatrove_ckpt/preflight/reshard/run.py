@@ -15,9 +15,9 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
-    RUN,
     SHARD,
     SHARES,
     is_finished,
@@ -363,9 +363,7 @@ def check_all_here(root: Path, tasks: int) -> None:
     Raises:
         CheckpointMismatch: the last chunk of a task is named, or there is a retry of it, and it has no checkpoint.
     """
-    retried = {rank for folder in retry_folders(root) for rank in rank_numbers(folder)}
-    without = [rank for rank in range(tasks) if not (rank_folder(root, rank) / RUN).exists()]
-    if missing := [rank for rank in without if rank in retried or last_chunk_file(root, rank).exists()]:
+    if missing := JobLedger.read(root, tasks).removed:
         raise CheckpointMismatch(
             f"{root} holds no checkpoint of {name_tasks(missing)}, and {last_chunk_file(root, missing[0]).parent} or a "
             "retry shows that there was one. Bring it back: reshard needs the folders of all tasks in one place. Where "

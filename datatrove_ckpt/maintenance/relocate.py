@@ -23,16 +23,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, RunClaim, read_run, records
 from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN, is_finished
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.lines import Json, seal
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.maintenance.repair import recorded_folders
+from datatrove_ckpt.maintenance.repair import recorded_folders, replace_commits
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFile
@@ -167,15 +167,14 @@ def _check_unchanged(rank: RankLedger) -> None:
 
 def _move(rank: RankLedger, where: str, listed: dict[str, HubFile]) -> None:
     commits = read_commits(rank.commits_file)
-    hashed = {index: _with_hashes(commit, listed) for index, commit in commits.items()}
+    hashed = {
+        index: replace(commit, files=[_with_hash(file, listed.get(plain(file.path))) for file in commit.files])
+        for index, commit in commits.items()
+    }
     if hashed != commits:
-        files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in hashed.values()))
+        replace_commits(rank, hashed.values())
     claim = RunClaim(rank.folder, RunIdentity({**rank.settings, FOLDER: where}), accept_changes=True)
     claim.take(len(commits), attempts=0)
-
-
-def _with_hashes(commit: Commit, listed: dict[str, HubFile]) -> Commit:
-    return replace(commit, files=[_with_hash(file, listed.get(plain(file.path))) for file in commit.files])
 
 
 def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:

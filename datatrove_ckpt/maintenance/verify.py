@@ -184,11 +184,12 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
     last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
         if index not in rank.commits and index not in journals:
-            report.add_unfinished("is not started, although later chunks are.", rank, index)
+            report.add_problem("unfinished", "is not started, although later chunks are.", rank, index)
     for index, counts in journals.items():
-        report.add_unfinished(f"is not finished; its journal holds {plural(counts.read, 'document')}.", rank, index)
+        held = plural(counts.read, "document")
+        report.add_problem("unfinished", f"is not finished; its journal holds {held}.", rank, index)
     if len(report.unfinished) == before:
-        report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
+        report.add_problem("unfinished", "is not finished: the run is active, or must be run again.", rank)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def _check_ranks(report: Report) -> None:
     report.not_started = missing
     if missing:
         have = "has" if len(missing) == 1 else "have"
-        report.add_unfinished(f"{len(missing)} of {tasks} {have} not started ({name_tasks(missing)}).")
+        report.add_problem("unfinished", f"{len(missing)} of {tasks} {have} not started ({name_tasks(missing)}).")
     too_many = ((number, f"is one too many: the run has {tasks}.") for number in job.foreign)
     for number, message in (*job.problems(), *too_many):
         folder = report.checkpoints if number is None else rank_folder(report.checkpoints, number)
@@ -361,12 +362,9 @@ class Report:
     def add_problem(
         self, kind: str, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: Any = None
     ) -> None:
-        self.problems.append(_problem(kind, message, rank, chunk_index, path))
-
-    def add_unfinished(
-        self, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: str | None = None
-    ) -> None:
-        self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
+        root, number = rank.key if rank else ("", None)
+        found = Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
+        (self.unfinished if kind == "unfinished" else self.problems).append(found)
 
     @property
     def redo_advice(self) -> str:
@@ -386,11 +384,6 @@ class Report:
     @property
     def number_of_files(self) -> int:
         return sum(len(chunk.files) for chunk in self.chunks)
-
-
-def _problem(kind: str, message: str, rank: RankLedger | None, chunk_index: int | None, path: Any) -> Problem:
-    root, number = rank.key if rank else ("", None)
-    return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
 
 
 # output files ---------------------------------------------------------------------------------------------------------
@@ -613,7 +606,7 @@ class _Uncommitted:
                 advice = _OF_ANOTHER_JOB
             elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
-                self._report.add_unfinished(message, rank, chunk_index, path)
+                self._report.add_problem("unfinished", message, rank, chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 

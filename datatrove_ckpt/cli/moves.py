@@ -33,13 +33,12 @@ from datatrove_ckpt.maintenance.fork import (
     check_mirror,
     check_source,
     check_target,
-    is_made,
     put_in_place,
     real_place,
     upload,
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
+from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
@@ -105,14 +104,11 @@ def _obstacles(plan: Relocation, place: Place) -> str:
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
-    """Names `repair` only where it makes again what is lost. It refuses other files than those that are still there."""
     if any(problem.kind == "rank" for problem in plan.obstacles):
         return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
-    if there := folders_still_there(plan.report):
-        return f"Copy these files again from {', '.join(there)}, and relocate again."
     repair = repair_command(place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
-    return f"{again} What is lost can be made again: {repair}, then relocate, then run."
+    return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
 
 def _shown(problems: list[Problem], most: int) -> list[str]:
@@ -205,10 +201,6 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)
-    if not arguments.no_answers and is_made(new.folder, source):
-        say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        say(_start_fork(new))
-        return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
     with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):

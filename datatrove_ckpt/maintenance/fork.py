@@ -50,7 +50,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.resharding import unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
@@ -177,20 +176,9 @@ def check_target(source: Path, target: Path) -> None:
     if one == two or one.is_relative_to(two) or two.is_relative_to(one):
         raise ConfigError(f"{target}: is, or holds, or is inside {source}. Fork into a folder of its own.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already, and a fork starts in a new folder. Choose another one.")
-
-
-def is_made(target: Path, said: str) -> bool:
-    """Whether ``target`` is a fork of the run ``said``, and nobody has worked on it: the same command was killed late.
-
-    Raises:
-        CheckpointCorrupt: a ``run.json`` in it is damaged.
-    """
-    ranks = rank_numbers(target) if target.is_dir() else []
-    if not ranks or unstarted_ranks(target) != ranks:
-        return False
-    forked = Forked.of(read_run(rank_folder(target, ranks[0]) / RUN))
-    return forked is not None and forked.source == said
+        raise ConfigError(
+            f"{target}: exists already, and a fork starts in a new folder. Choose another one, or start the run there."
+        )
 
 
 def check_source(source: Path) -> None:

@@ -139,17 +139,16 @@ def _read_all(tasks: list[_Task]) -> list[RankState]:
 
 
 def _read_some(tasks: list[_Task]) -> list[RankState]:
-    return [_read_one(*task) for task in tasks]
-
-
-def _read_one(root: str, number: int, folder: Path, limits: Limits, now: float, copied_at: float | None) -> RankState:
     """
     Raises:
         PermissionError: a file may not be read.
     """
-    ledger = read_rank(root, number, folder, _WANTED, limits)
-    check_readable(ledger)
-    return rank_state(ledger, now, copied_at)
+    found = []
+    for root, number, folder, limits, now, copied_at in tasks:
+        ledger = read_rank(root, number, folder, _WANTED, limits)
+        check_readable(ledger)
+        found.append(rank_state(ledger, now, copied_at))
+    return found
 
 
 def _share(budget: int, ranks: int) -> int:

@@ -32,9 +32,8 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.maintenance.repair import recorded_folders, replace_commits
+from datatrove_ckpt.maintenance.repair import replace_commits
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
-from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFile
 from datatrove_ckpt.output.names import plain
 
@@ -105,18 +104,6 @@ def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
         plan.job = content
     plan.old = list(named)
     return plan
-
-
-def folders_still_there(report: Report) -> list[str]:
-    """The other output folders that the ranks name and that exist: `repair` refuses the files of this one then."""
-    found = []
-    for recorded in sorted(recorded_folders(report)):
-        try:
-            is_there = stands_elsewhere(recorded, report.folder)
-        except (ImportError, ValueError):  # no package here reads that URL, so nothing shows that it is gone
-            is_there = True
-        found += [recorded] if is_there else []
-    return found
 
 
 def carry_out(plan: Relocation) -> None:

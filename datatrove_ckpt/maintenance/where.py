@@ -122,12 +122,9 @@ def open_place(
 
 def _named(what: str) -> tuple[Place, str | None]:
     """The place, and the mirror's URL if it is a mirror."""
-    if _URL.match(what):
-        return Place(what, Path(), what), what
-    folder = Path(what)
-    if folder.is_dir() and _looks_like_mirror(folder):
-        return Place(what, Path(), what), what
-    return Place(what, folder, what), None
+    place = Place(what, Path(what), what)
+    is_mirror = _URL.match(what) or (place.folder.is_dir() and _looks_like_mirror(place.folder))
+    return place, what if is_mirror else None
 
 
 def _looks_like_mirror(folder: Path) -> bool:

@@ -316,7 +316,7 @@ def _share(state: RunState, style: Style) -> str:
         return "  no percentage: not every rank has begun since the input was dealt out anew, or its size is not known"
     if share is None:
         first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
-        return f"  no percentage{' yet' if first else ''}: the size of the input is not known"
+        return f"  no percentage{' yet' if first else ''}: it is not known how much of the input is done"
     bar = style.paint(style.bar(share), "32" if style.color else "")
     if state.is_finished:
         return f"  {bar} finished"

@@ -77,8 +77,6 @@ class Fork:
     """What was kept. ``positions``: number of documents by which another input is noticed."""
 
     ranks: int = 0
-    documents: dict[int, int] = field(default_factory=dict)
-    """How many documents the input of a rank has, where that is known."""
     positions: int = 0
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     unusable: Counter[str] = field(default_factory=Counter)
@@ -203,8 +201,6 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
     fingerprints = {**before.fingerprints, **_fingerprints(rank)}
     documents = rank.expected.documents if rank.expected is not None else None
     documents = before.documents if documents is None else documents
-    if documents is not None:
-        fork.documents[rank.number] = documents
     forked = Forked(said, documents, fingerprints)
     files.disk.make_dir(folder)
     with _caches_of(rank):

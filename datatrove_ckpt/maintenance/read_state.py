@@ -343,7 +343,9 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank.attempts, rank.number_of_attempts = recent.attempts, ledger.attempts
     rank.seconds, rank.dead_letters = sums.seconds, ledger.causes
     if (last := recent.last) is not None:
-        rank.position, rank.work, rank.seconds = last.position, last.total, max(rank.seconds, last.seconds.total)
+        if last.documents.read or not rank.documents:  # else more is done than that line knows
+            rank.position = last.position
+        rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
     rank.reshards = ledger.run.get(RESHARDS, 0)
     if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
         rank.position = InputPosition()  # of the share before

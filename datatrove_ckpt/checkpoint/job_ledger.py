@@ -177,11 +177,11 @@ class JobLedger:
             )
 
 
-def count_reshards(root: Path, rank: int, tasks: int | None) -> int:
+def count_reshards(root: Path, rank: int, tasks: int) -> int:
     """How many times the input was dealt out anew, for a rank that starts; 0 if there is no ``shares.json``.
 
     Args:
-        tasks: number of tasks of the run that starts it; None: it does not start.
+        tasks: number of tasks of the run that starts it.
 
     Raises:
         CheckpointCorrupt: it cannot be read.
@@ -189,11 +189,9 @@ def count_reshards(root: Path, rank: int, tasks: int | None) -> int:
             for another number of tasks.
     """
     ranks = {one: _reshards(root, one) for one in {*rank_numbers(root)[:1], rank}}  # any rank that was there tells
-    job = JobLedger.read(root, tasks or 0, ranks)
-    job.check(job.newer())
-    if tasks is not None:
-        job.check((number, problem) for number, problem in job.older() if number == rank)
-        job.refuse_other_number()
+    job = JobLedger.read(root, tasks, ranks)
+    job.check(job.newer(), ((number, problem) for number, problem in job.older() if number == rank))
+    job.refuse_other_number()
     return job.shares.round
 
 

@@ -395,7 +395,7 @@ class CheckpointManager:
         """How many times the input was dealt out anew. The dead letters that a retry reads are no part of it."""
         if retry_number(self.root.name) is not None:
             return 0
-        return count_reshards(self.root, self.rank, self.identity.fields.get("tasks"))
+        return count_reshards(self.root, self.rank, self.identity.fields["tasks"])
 
     def _joined(self) -> AbstractContextManager[None]:
         """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""

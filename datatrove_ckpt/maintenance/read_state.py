@@ -76,7 +76,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     began = time.monotonic()
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
-    limits = Limits(_share(_JOURNAL_BYTES, len(found)), _share(_LETTER_BYTES, len(found)))
+    limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
     tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
     try:
         for rank in _read_all(tasks):
@@ -149,10 +149,6 @@ def _read_some(tasks: list[_Task]) -> list[RankState]:
         check_readable(ledger)
         found.append(rank_state(ledger, now, copied_at))
     return found
-
-
-def _share(budget: int, ranks: int) -> int:
-    return min(_MOST_BYTES, budget // ranks)
 
 
 def _sort_out(state: RunState, place: Place) -> JobLedger:
@@ -318,7 +314,6 @@ MAX_RESTARTS = 5
 """A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
-_SHORT_SECONDS = 5.0
 _HOST = socket.gethostname()
 
 
@@ -401,7 +396,7 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {_process(rank)}"
         return
     rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
-    rank.rates = recent.rates() if len(recent.window) > 1 else _first_rates(rank, last, now)
+    rank.rates = recent.rates()
     if rank.position.total is not None and rank.rates.input > 0:
         rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
     rank.has_rate = len(recent.window) > 1 and recent.window[-1].at - recent.window[0].at >= RATE_SECONDS - 1
@@ -445,18 +440,6 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> N
         death = next((event for event in reversed(recent.servers) if event.what == "death" and event.why), None)
         why = f"; one died of: {death.why}" if death is not None else ""
         rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
-
-
-def _first_rates(rank: RankState, last: Progress, now: float) -> Rates:
-    """In the first minute of an attempt: of the documents that were finished since its first line."""
-    seconds = now - last.at
-    if seconds < _SHORT_SECONDS or not rank.exact or rank.is_copy:
-        return Rates()
-    names = ("requests", "prompt_tokens", "completion_tokens")
-    then = last.documents
-    done = {name: getattr(rank.counts, name) + getattr(rank.unfinished, name) - getattr(then, name) for name in names}
-    rates = {name: max(0, number) / seconds for name, number in done.items()}
-    return Rates(documents=max(0, rank.documents - then.read) / seconds, **rates)
 
 
 def _stuck(recent: RecentHistory, now: float) -> str:

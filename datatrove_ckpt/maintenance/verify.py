@@ -119,6 +119,9 @@ def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | No
             f"{what} is a fork that has not started, so it has no output yet. Start it first; or give its YAML file "
             "instead, or --output."
         )
+    for rank in ranks:
+        if rank.damage is not None:  # of a newer version, perhaps
+            raise rank.damage
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
 
 
@@ -271,7 +274,7 @@ def check_columns(report: Report) -> None:
     firsts: dict[str, tuple[str, Schema]] = {}
     found: dict[tuple[str, str], _Found] = {}
     for path, chunk in sorted(files.items()):
-        if path in broken or (schema := _schema(report, path)) is None:
+        if path in broken or (schema := read_schema(report.folder, path)) is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
         for why in misfits(expected, schema):
@@ -291,13 +294,6 @@ def _message(one: _Found) -> str:
         f"{one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start over "
         "with one for ParquetWriter."
     )
-
-
-def _schema(report: Report, path: str) -> Schema | None:
-    try:
-        return read_schema(report.folder, path)
-    except ImportError:
-        return None
 
 
 # findings -------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.forks import is_unstarted
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
+    RUN,
     SHARD,
     SHARES,
     is_finished,
@@ -26,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out, unstarted_ranks
+from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -389,7 +392,8 @@ def refuse_retried(root: Path, rank: int, tasks: int) -> None:
 
 
 def check_fork(root: Path) -> None:
-    if unstarted := unstarted_ranks(root):
+    paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
+    if unstarted := [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]:
         raise ConfigError(
             f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
             "for the number of tasks of the other run only. Start every task of it once, or make a new run."

@@ -18,9 +18,9 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from datatrove_ckpt.generation.code_values import (
     Path,
@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.code_values import (
     key,
     wrapped,
 )
-from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
+from datatrove_ckpt.generation.syntax import compile_tree, global_names, nested_codes, parse, write_code, write_tree
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
@@ -42,7 +42,6 @@ _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
 _BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
 _CHANGING = {
@@ -52,6 +51,7 @@ _CHANGING = {
 TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
 _SHORT = 200
 _WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
+_Owner = tuple[str, str, str]  # of a method: its class, its own name, and that of ``self``
 _NO_OWNER = ("", "", "")
 
 
@@ -78,22 +78,13 @@ class Chain(NamedTuple):
     imported: Import | None
 
 
-class _Scope(NamedTuple):
-    """Names that a function or class binds. ``owner``: of a method: the class, its own name, and that of ``self``."""
-
-    is_class: bool
-    names: set[str]
-    imports: dict[str, Import]
-    owner: tuple[str, str, str]
-
-
 class Uses:
     """What a part of a file uses.
 
     Attributes:
-        chains: names that are not local, in the order of the source.
+        chains: names that are not local everywhere in it, in the order of the source.
         changed: those that it changes: with True if only in place.
-        rebound: names that it declares as those of another scope.
+        rebound: global names that it binds in a function.
         arguments: local names of which it changes what they stand for, each with the paths of what it changes.
         attributes: that it changes: the class whose method does so, that method, the name, and such a path.
         words: all names, attributes and texts; the short texts; those that name a text file.
@@ -111,39 +102,22 @@ class Uses:
         self.texts: set[str] = set()
         self.files: dict[str, None] = {}
         self.writes = self.computes_import = self.shows_set = False
-        self._waiting: list[tuple[ast.AST, tuple[_Scope, ...]]] = [(node, ())]
+        self._globals = global_names(node)
+        self._imports: dict[str, list[Import]] = {}
+        for part in ast.walk(node):
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                for name, found in imported(part, late=True):
+                    self._imports.setdefault(name, []).append(found)
+        self._waiting = [(node, _NO_OWNER)]
         while self._waiting:
             self._visit(*self._waiting.pop())
 
-    def _push(self, nodes: Any, scopes: tuple[_Scope, ...]) -> None:
-        self._waiting += [(node, scopes) for node in reversed([one for one in nodes if one is not None])]
+    def _push(self, nodes: Iterable[ast.AST], owner: _Owner) -> None:
+        self._waiting += [(node, owner) for node in reversed([*nodes])]
 
-    def _visit(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
-        if isinstance(node, Function):
-            args = node.args
-            owner = scopes[-1].owner if scopes else _NO_OWNER
-            if scopes and scopes[-1].is_class:
-                first = [*args.posonlyargs, *args.args][:1]
-                owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
-            inner = (*[one for one in scopes if not one.is_class], _Scope(False, *bound_names(node), owner))
-            self._push(node.body if isinstance(node.body, list) else [node.body], inner)
-            hints = (
-                [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered(node) else []
-            )
-            self._push([*args.defaults, *args.kw_defaults, *getattr(node, "decorator_list", []), *hints], scopes)
-        elif isinstance(node, ast.ClassDef):
-            self._push(node.body, (*scopes, _Scope(True, *bound_names(node), (node.name, "", ""))))
-            self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
-        elif isinstance(node, _COMPREHENSIONS):
-            self.shows_set |= isinstance(node, ast.SetComp)
-            names = {name for part in node.generators for name in _stored(part.target)}
-            begin, *rest = node.generators
-            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            inner = (*scopes, _Scope(False, names, {}, scopes[-1].owner if scopes else _NO_OWNER))
-            self._push([begin.target, *begin.ifs, *rest, *elements], inner)
-            self._push([begin.iter], scopes)
-        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            self._chain(node, scopes)
+    def _visit(self, node: ast.AST, owner: _Owner) -> None:
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            self._chain(node, owner)
         elif isinstance(node, ast.Call):
             given = [*node.args, *node.keywords]
             texts = [getattr(getattr(one, "value", one), "value", getattr(one, "value", one)) for one in given]
@@ -154,17 +128,21 @@ class Uses:
                 self.computes_import |= not text
                 bound = Import(text.lstrip("."), None, len(text) - len(text.lstrip(".")), True)
                 self.chains |= {Chain(name[0], (), False, bound): None} if text else {}
-            self._push(given, scopes)
-            self._chain(node.func, scopes, node)
-        elif isinstance(node, ast.AnnAssign):  # hints of fields are values
-            is_field = bool(scopes) and scopes[-1].is_class
-            self._push([node.target, node.value, node.annotation if is_field else None], scopes)
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            self.shows_set |= isinstance(node, ast.Set)
-            self._text(node)
-            if isinstance(node, ast.Global) or (isinstance(node, ast.Nonlocal) and len(scopes) == 1):
+            self._push(given, owner)
+            self._chain(node.func, owner, node)
+        else:
+            if isinstance(node, ast.ClassDef):
+                owner = (node.name, "", "")
+            elif isinstance(node, Function) and owner[0] and not owner[1]:
+                first = [*node.args.posonlyargs, *node.args.args][:1]
+                owner = (owner[0], getattr(node, "name", "<lambda>"), first[0].arg if first else "")
+            elif isinstance(node, ast.Global):
                 self.rebound |= set(node.names)
-            self._push(ast.iter_child_nodes(node), scopes)
+            elif isinstance(node, ast.Nonlocal):
+                self.arguments |= {name: {()} for name in node.names}
+            self.shows_set |= isinstance(node, ast.Set | ast.SetComp)
+            self._text(node)
+            self._push(ast.iter_child_nodes(node), owner)
 
     def _text(self, node: ast.AST) -> None:
         is_path = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
@@ -175,7 +153,7 @@ class Uses:
             self.texts |= set(texts)
             self.files |= {"/".join(texts): None} if texts[-1].endswith(TEXT_FILES) else {}
 
-    def _chain(self, node: ast.AST, scopes: tuple[_Scope, ...], call: ast.Call | None = None) -> None:
+    def _chain(self, node: ast.AST, owner: _Owner, call: ast.Call | None = None) -> None:
         steps: list[ast.Attribute | ast.Subscript] = []
         inner = node
         while isinstance(inner, ast.Attribute | ast.Subscript):
@@ -184,25 +162,24 @@ class Uses:
         names = [step.attr for step in steps if isinstance(step, ast.Attribute)]
         self.words |= set(names)
         self.writes |= not _WRITES.isdisjoint(names)
-        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], scopes)
+        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], owner)
         stores = any(not isinstance(getattr(one, "ctx", ast.Load()), ast.Load) for one in [inner, *steps])
         last = steps[-1].attr if steps and isinstance(steps[-1], ast.Attribute) else ""
         changes = (stores and bool(steps)) or (call is not None and last in _CHANGING)
         changed = steps[:-1] if call is not None or not last else steps
         index = max((number for number, one in enumerate(changed) if isinstance(one, ast.Attribute)), default=-1)
-        owner = scopes[-1].owner if scopes else _NO_OWNER
         if changes and index >= 0 and owner[1] not in _BUILDERS:
             is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
             name = changed[index].attr  # type: ignore[union-attr]
             self.attributes.add((owner[0] if is_own else "", owner[1], name, _keys(steps[index + 1 :])))
         if not isinstance(inner, ast.Name):
-            self._push([inner], scopes)
+            self._push([inner], owner)
             return
-        scope = next((one for one in reversed(scopes) if inner.id in one.names or inner.id in one.imports), None)
-        bound = scope.imports.get(inner.id) if scope is not None else None
-        if bound is None and (scope is not None or (stores and not steps)):
-            if scope is not None and changes:
-                self.arguments.setdefault(inner.id, set()).add(_keys(steps))
+        if inner.id not in self._globals and changes:
+            self.arguments.setdefault(inner.id, set()).add(_keys(steps))
+        bounds: list[Import | None] = [*self._imports.get(inner.id, [])]
+        bounds += [None] if inner.id in self._globals and (steps or not stores) else []
+        if not bounds:
             return
         self.words.add(inner.id)
         constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
@@ -212,10 +189,10 @@ class Uses:
         called = call is not None and whole and bool(path)
         if called and call is not None and last == "get" and call.args and isinstance(call.args[0], ast.Constant):
             path[-1], called = key(call.args[0].value), False
-        chain = Chain(inner.id, tuple(path), called, bound)
-        self.chains[chain] = None
+        chains = [Chain(inner.id, tuple(path), called, bound) for bound in bounds]
+        self.chains |= dict.fromkeys(chains)
         if changes:
-            self.changed[chain] = not (stores and last and whole)
+            self.changed |= dict.fromkeys(chains, not (stores and last and whole))
 
 
 def _keys(steps: Sequence[ast.AST]) -> Path:
@@ -232,38 +209,12 @@ def _operands(node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def _stored(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-
-
-def bound_names(scope: ast.AST) -> tuple[set[str], dict[str, Import]]:
-    """The names that a function or class binds in its own scope, and those that imports in it bind."""
-    names: set[str] = set()
-    imports: dict[str, Import] = {}
-    outer: set[str] = set()
-    waiting: list[ast.AST] = [*ast.iter_child_nodes(scope)]
-    if isinstance(scope, Function):
-        names = {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
-        waiting = [*scope.body] if isinstance(scope.body, list) else [scope.body]
-    names |= {one.name for one in getattr(scope, "type_params", [])}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Definition):
-            names.add(node.name)
-            waiting += node.decorator_list
-        elif isinstance(node, _COMPREHENSIONS):  # of which only := binds here
-            names |= {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports |= dict(imported(node, late=isinstance(scope, Function)))
-        elif isinstance(node, ast.Global):
-            outer |= set(node.names)
-        elif not isinstance(node, ast.Lambda):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names.add(node.id)
-            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-                names |= {getattr(node, "name", None) or getattr(node, "rest", None) or ""}
-            waiting += ast.iter_child_nodes(node)
-    return names - outer, imports
+def bound_names(node: ast.AST) -> set[str]:
+    """The names that a statement binds, those of functions and comprehensions in it included."""
+    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    named = (*get_args(Definition), ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+    names |= {one.name for one in ast.walk(node) if isinstance(one, named) and one.name}
+    return names | {one.rest for one in ast.walk(node) if isinstance(one, ast.MatchMapping) and one.rest}
 
 
 def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[str, Import]]:
@@ -274,11 +225,6 @@ def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[st
         else:
             full = alias.name if alias.asname else alias.name.partition(".")[0]
             yield alias.asname or full, Import(full, None, 0, late)
-
-
-def is_registered(node: ast.AST) -> bool:
-    """Its hints choose when it is called, as with functools.singledispatch."""
-    return any(dotted(one)[-1:] == ["register"] for one in getattr(node, "decorator_list", []))
 
 
 def dotted(node: ast.AST) -> list[str]:
@@ -320,7 +266,7 @@ class Source:
         self.given: dict[str, list[Binding]] = {}
         self._uses: dict[int, Uses] = {}
         self._classes: dict[str, list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]] = {}
-        self._texts: dict[tuple[int, bool], str] = {}
+        self._texts: dict[int, str] = {}
         self._collect(self.tree.body, ())
         for name, bound in [*self.bindings.items()]:  # functions that fill a table of the module, used as decorators
             for statement in (one.statement for one in bound if isinstance(one.statement, Definition)):
@@ -339,7 +285,7 @@ class Source:
                 for part in inner:
                     self._collect(part, (*tests, *outer), optional or not isinstance(node, ast.With))
                 items = [one.optional_vars for one in getattr(node, "items", []) if one.optional_vars is not None]
-                for name in set().union(*map(_stored, items)):
+                for name in set().union(*map(bound_names, items)):
                     self.bindings.setdefault(name, []).append(bound)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 for name, found in imported(node, late=False):
@@ -353,7 +299,7 @@ class Source:
                     if rest:
                         self.changes.setdefault(root, []).append(bound)
             else:
-                for name in bound_names(ast.Module([node], []))[0]:
+                for name in bound_names(node):
                     self.bindings.setdefault(name, []).append(bound)
                 changed = {chain.root for chain in self.uses(node).changed}
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -383,11 +329,10 @@ class Source:
             found = self._uses[id(node)] = Uses(node)
         return found
 
-    def text(self, node: ast.AST, documented: bool) -> str:
-        place = (id(node), documented)
-        if place not in self._texts:
-            self._texts[place] = write_tree(node, documented)
-        return self._texts[place]
+    def text(self, node: ast.AST) -> str:
+        if id(node) not in self._texts:
+            self._texts[id(node)] = write_tree(node)
+        return self._texts[id(node)]
 
     @functools.cached_property
     def definitions(self) -> dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]]:

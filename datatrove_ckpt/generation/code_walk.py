@@ -41,7 +41,6 @@ from datatrove_ckpt.generation.code_modules import (
     Project,
     absolute,
     bound_names,
-    dotted,
     fingerprint,
     is_importable,
 )
@@ -61,10 +60,6 @@ from datatrove_ckpt.generation.code_values import (
 )
 from datatrove_ckpt.generation.syntax import loaded_names, write_code
 
-_DESCRIBING = {
-    *("__doc__", "getdoc", "get_type_hints", "__annotations__", "get_annotations", "signature", "getsource"),
-    *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
-}
 _MAX_FILE = 2**20
 _PLAIN = (str, int, float, dict, list, set, tuple)
 _MISSING = object()
@@ -86,7 +81,7 @@ class Description(NamedTuple):
         own: those fields that describe what a pickle holds by value.
         counts: how many things of one name are among them.
         edges: what that uses of modules that can be imported.
-        state, documented: what it says about all the rest.
+        state: what is known to change while the rollout runs.
         left: what is not compared, and why.
     """
 
@@ -96,7 +91,7 @@ class Description(NamedTuple):
     counts: dict[str, int]
     edges: list[tuple[object, ...]]
     state: frozenset[tuple[str, ...]]
-    documented: bool
+    documented: bool  # read by version 3 alone
     left: list[str]
 
 
@@ -130,16 +125,12 @@ class Walk:
     Args:
         project: what walks before this one have found, too.
         state: what is known to change while the rollout runs.
-        documented: docstrings and hints count.
         before: the fields that are known already, of what came by value.
     """
 
-    def __init__(
-        self, project: Project, state: frozenset[tuple[str, ...]], documented: bool, before: Description | None
-    ) -> None:
-        self._user, self._known_state, self.documented = project, state, documented
+    def __init__(self, project: Project, state: frozenset[tuple[str, ...]], before: Description | None) -> None:
+        self._user, self._known_state = project, state
         self.state: set[tuple[str, ...]] = set()
-        self.saw_describing = False
         self._before = before
         self._found: dict[object, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
@@ -156,7 +147,6 @@ class Walk:
         """Follows what a part of a module names."""
         uses = module.source.uses(node)
         decorators = [module.source.uses(one) for one in getattr(node, "decorator_list", [])]
-        self.saw_describing |= not _DESCRIBING.isdisjoint(uses.words)
         self._words |= dict.fromkeys((word, module.folder) for word in uses.texts)
         origin.writes |= uses.writes
         origin.files |= dict.fromkeys((name, module.folder) for name in uses.files)
@@ -192,7 +182,7 @@ class Walk:
         self._inside.add(place)
         for bound in bindings:
             for test in bound.tests:
-                origin.texts.append(module.source.text(test, self.documented))
+                origin.texts.append(module.source.text(test))
                 self._use(origin, module, test, False, {})
             if bound.imported is not None:
                 self._import(origin, module, name, bound.imported, step)
@@ -318,23 +308,11 @@ class Walk:
 
     def _take(self, found: _Found, module: Module, bound: Binding, runs: bool) -> None:
         node = bound.statement
-        described = self.documented or self._is_described(module, node)
-        found.texts.append(module.source.text(node, described))
+        found.texts.append(module.source.text(node))
         for test in bound.tests:
-            found.texts.append(module.source.text(test, described))
+            found.texts.append(module.source.text(test))
             self._use(found, module, test, False, {})
         self._use(found, module, node, runs, {})
-
-    def _is_described(self, module: Module, node: ast.AST) -> bool:
-        """A library may read docstring and hints of what it decorates, or of a class that inherits from it."""
-        for one in [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]:
-            root, *path = dotted(one) or [""]
-            imports = [absolute(module, each.imported) for each in self._user.bindings(module, root) if each.imported]
-            ours = {*sys.stdlib_module_names, *PIPELINE}
-            foreign = [base for base in imports if base.partition(".")[0] not in ours]
-            if path[-1:] == ["register"] or any(self._user.module(base, not module.live) is None for base in foreign):
-                return True
-        return False
 
     def _look_at_definition(self, found: _Found, module: Module, name: str, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
@@ -422,17 +400,13 @@ class Walk:
         changed = dict[str, set[Path]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
-            for name in sorted(loaded_names(function)):
+            for name in sorted(loaded_names(function.__code__)):
                 if name in module.values:
                     self._reach(found, module, name, _Step(runs=True))
         else:
-            is_documented = self.documented or self._is_described(module, node)
-            found.texts.append(module.source.text(node, is_documented))
+            found.texts.append(module.source.text(node))
             uses = module.source.uses(node)
-            if not is_documented:  # hints are a use before Python 3.14, and none since
-                named = {"__class__", *uses.rebound, *(chain.root for chain in uses.chains)}
-                closed = {name: value for name, value in closed.items() if name in named}
-            changed = {name: {()} for name in uses.rebound}
+            changed = {name: {*paths} for name, paths in uses.arguments.items()}
             for chain in uses.changed:
                 keys = itertools.takewhile(lambda one: one.startswith("["), chain.path)
                 changed.setdefault(chain.root, set()).add(tuple(keys))
@@ -540,7 +514,7 @@ class Walk:
         for node in (one for one in outer if isinstance(one, Function) and getattr(one, "name", "") in around):
             kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
             parts: list[ast.AST] = [
-                one for one in ast.walk(node) if isinstance(one, kinds) and name in bound_names(one)[0]
+                one for one in ast.walk(node) if isinstance(one, kinds) and name in bound_names(one)
             ]
             given = (
                 [node.args] if any(one.arg == name for one in ast.walk(node.args) if isinstance(one, ast.arg)) else []
@@ -594,7 +568,7 @@ class Walk:
                     fields[f"{USED}file {name}"] = f"text {digest(path)}"
                     own |= {f"{USED}file {name}": fields[f"{USED}file {name}"]} if found.own else {}
         state = frozenset(self.state | self._known_state)
-        return Description(fields, notes, own, own_counts, [*self._edges], state, self.documented, [*self._user.left])
+        return Description(fields, notes, own, own_counts, [*self._edges], state, True, [*self._user.left])
 
     def _text_file(self, name: str, folder: str) -> str | None:
         """The content of a file of the project."""
@@ -625,17 +599,16 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 def _describe(things: Mapping[str, object], before: Description | None) -> Description:
     project, changed = Project(), arguments_changed(things.get("rollout_fn"))
-    state, documented = (before.state, before.documented) if before is not None else (_NOTHING, False)
+    state: frozenset[tuple[str, ...]] = before.state if before is not None else frozenset()
     while True:
-        walk = Walk(project, state, documented, before)
+        walk = Walk(project, state, before)
         if before is None:
             for label, thing in things.items():
                 walk.root(label, thing, changed)
         walk.run(before.edges if before is not None else ())
-        grown = (state | walk.state, documented or walk.saw_describing)
-        if grown == (state, documented):
+        if walk.state <= state:
             return walk.result()
-        state, documented = grown
+        state |= walk.state
 
 
 def arguments_changed(function: object) -> dict[str, set[Path]]:
@@ -689,6 +662,3 @@ def _order_of_set(module: Module, statements: list[Binding], value: object) -> s
 
 def _where(module: Module, name: str) -> str:
     return name if module.name in (*MAIN, "builtins", "None") else f"{module.name}.{name}"
-
-
-_NOTHING: frozenset[tuple[str, ...]] = frozenset()

@@ -43,6 +43,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.arguments)
 _BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
 _CHANGING = {
     *("append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "popleft", "remove", "discard"),
@@ -83,7 +84,7 @@ class Uses:
 
     Attributes:
         chains: names that are not local everywhere in it, in the order of the source.
-        changed: those that it changes: with True if only in place.
+        changed: those that it changes.
         rebound: global names that it binds in a function.
         arguments: local names of which it changes what they stand for, each with the paths of what it changes.
         attributes: that it changes: the class whose method does so, that method, the name, and such a path.
@@ -94,7 +95,7 @@ class Uses:
 
     def __init__(self, node: ast.AST) -> None:
         self.chains: dict[Chain, None] = {}
-        self.changed: dict[Chain, bool] = {}
+        self.changed: set[Chain] = set()
         self.rebound: set[str] = set()
         self.arguments: dict[str, set[Path]] = {}
         self.attributes: set[tuple[str, str, str, Path]] = set()
@@ -192,7 +193,7 @@ class Uses:
         chains = [Chain(inner.id, tuple(path), called, bound) for bound in bounds]
         self.chains |= dict.fromkeys(chains)
         if changes:
-            self.changed |= dict.fromkeys(chains, not (stores and last and whole))
+            self.changed |= {*chains}
 
 
 def _keys(steps: Sequence[ast.AST]) -> Path:
@@ -265,7 +266,6 @@ class Source:
         self.stars: list[Import] = []
         self.given: dict[str, list[Binding]] = {}
         self._uses: dict[int, Uses] = {}
-        self._classes: dict[str, list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]] = {}
         self._texts: dict[int, str] = {}
         self._collect(self.tree.body, ())
         for name, bound in [*self.bindings.items()]:  # functions that fill a table of the module, used as decorators
@@ -348,13 +348,6 @@ class Source:
             waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
         return found
 
-    def classes(self, name: str) -> list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]:
-        """Classes of this name, each with what is assigned in it: to its attributes, and to those of objects."""
-        if name not in self._classes:
-            found = [one for place, pairs in self.definitions.items() if place[0] == name for one, _ in pairs]
-            self._classes[name] = [(one, [*_assigned(one)]) for one in found if isinstance(one, ast.ClassDef)]
-        return self._classes[name]
-
     @functools.cached_property
     def codes(self) -> dict[tuple[str, str], list[int]]:
         """The lines of functions, by their name and by what this Python compiles from them."""
@@ -374,17 +367,6 @@ class Source:
         found = [pair for pair in found if isinstance(pair[0], Function) and counts == _counts(pair[0].args)]
         # Lambdas that begin in one line cannot be told apart. The statement around them says what each of them is for.
         return None if not found else found[0][0] if len(found) == 1 else found[0][1]
-
-
-def _assigned(node: ast.ClassDef) -> Iterator[tuple[ast.stmt, set[str]]]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
-            names = [one for target in targets for one in ast.walk(target)]
-            attributes = {one.attr for one in names if isinstance(one, ast.Attribute)}
-            own = {one.id for one in names if isinstance(one, ast.Name)} if part in node.body else set()
-            if attributes | own:
-                yield part, attributes | own
 
 
 def _counts(args: ast.arguments) -> list[int]:
@@ -454,7 +436,7 @@ class Project:
         self._modules: dict[tuple[str, bool], Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
         self._causes: dict[Any, str] = {}
-        self._unstable: dict[type, set[str]] = {}
+        self._within: dict[tuple[str, str], dict[str, str]] = {}
         self._inside: set[tuple[str, str]] = set()
 
     def _is_users_file(self, file: str | None, module: str | None) -> bool:
@@ -480,7 +462,7 @@ class Project:
         """A module of the user; None: it is another one, or is missing."""
         if (name, late) not in self._modules:
             loaded = sys.modules.get(name)
-            file, folders = _file_of(loaded), [*getattr(loaded, "__path__", [])]
+            file, folders = getattr(loaded, "__file__", None), [*getattr(loaded, "__path__", [])]
             if loaded is None:
                 parent = self.module(name.rpartition(".")[0], late) if "." in name else None
                 spec = None
@@ -535,18 +517,16 @@ class Project:
         self._inside.discard(place)
         return giving
 
-    def unstable_attributes(self, cls: type) -> set[str]:
-        """The attributes that a class computes anew at each start."""
-        known = self._unstable
-        if cls not in known:
-            known[cls] = set()
-            module = self.module(cls.__module__, late=False) if self.owns(cls) else None
-            for _, assigned in module.source.classes(cls.__name__) if module is not None else ():
-                for statement, names in assigned:
-                    if cause := self.cause_in(module, statement, frozenset()):  # type: ignore[arg-type]
-                        known[cls] |= names
-                        self.left |= {f"{cls.__qualname__}.{one} ({cause})": None for one in sorted(names)}
-        return known[cls]
+    def causes_within(self, module: Module, name: str) -> dict[str, str]:
+        """Why differs what functions and classes of this name assign: variables; attributes begin with a dot."""
+        place = (module.file, name)
+        if place not in self._within:
+            found = self._within[place] = dict[str, str]()
+            for node in (one for key, pairs in module.source.definitions.items() for one, _ in pairs if key[0] == name):
+                for part in ast.walk(node):
+                    if isinstance(part, _ASSIGNMENTS) and (cause := self.cause_in(module, part, frozenset())):
+                        found |= dict.fromkeys(_assigned(part, node), cause)
+        return self._within[place]
 
     def cause_of(self, module: Module, name: str, seen: frozenset[Any]) -> str:
         place = (module.file, name, module.live)
@@ -590,22 +570,23 @@ class Project:
         return ""
 
 
+def _assigned(part: ast.AST, node: ast.AST) -> set[str]:
+    """What an assignment in a function or class binds, or its arguments."""
+    if isinstance(part, ast.arguments):
+        return {one.arg for one in ast.walk(part) if isinstance(one, ast.arg)}
+    targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", part)]
+    parts = [one for target in targets for one in ast.walk(target)]
+    is_field = isinstance(node, ast.ClassDef) and part in node.body
+    names = {f".{one.id}" if is_field else one.id for one in parts if isinstance(one, ast.Name)}
+    return names | {f".{one.attr}" for one in parts if isinstance(one, ast.Attribute)}
+
+
 def absolute(module: Module, bound: Import) -> str:
     """The module that an import names."""
     if not bound.level:
         return bound.module
     package = module.package.split(".")
     return ".".join([*package[: len(package) - bound.level + 1], *([bound.module] if bound.module else [])])
-
-
-def _file_of(module: types.ModuleType | None) -> str | None:
-    """Where its functions come from: dill may have put another file's name there."""
-    file: str | None = getattr(module, "__file__", None)
-    parts = [*vars(module).values()] if module is not None else []
-    parts += [part for one in parts if isinstance(one, type) for part in vars(one).values()]
-    codes = [one.__code__ for one in parts if isinstance(one, types.FunctionType)]
-    name = os.path.basename(str(file))  # noqa: PTH119
-    return next((code.co_filename for code in codes if os.path.basename(code.co_filename) == name), file)  # noqa: PTH119
 
 
 def fingerprint(thing: Any) -> str:

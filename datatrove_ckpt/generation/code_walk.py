@@ -35,12 +35,10 @@ from datatrove_ckpt.generation.code_modules import (
     TEXT_FILES,
     Binding,
     Definition,
-    Function,
     Import,
     Module,
     Project,
     absolute,
-    bound_names,
     fingerprint,
     is_importable,
 )
@@ -102,7 +100,6 @@ class _Step(NamedTuple):
     called: bool = False
     runs: bool = False
     changed: bool = False
-    in_place: bool = False
     writes: bool = False
 
 
@@ -153,13 +150,10 @@ class Walk:
         if runs:
             self._attributes |= uses.attributes
             self._running |= uses.words.difference(*(one.words for one in decorators))
-            self.state |= {(module.name, name, "rebound") for name in uses.rebound}
+            self.state |= {(module.name, name) for name in uses.rebound}
         built = {chain for one in decorators for chain in one.chains}
         for chain in uses.chains:
-            place = uses.changed.get(chain)
-            step = _Step(
-                chain.path, chain.called, runs and chain not in built, place is not None, bool(place), uses.writes
-            )
+            step = _Step(chain.path, chain.called, runs and chain not in built, chain in uses.changed, uses.writes)
             if chain.root in cells:  # a module that the enclosing function has imported
                 name = (
                     getattr(cells[chain.root], "__name__", "")
@@ -252,7 +246,7 @@ class Walk:
             found = self._found[key_] = _Found(name, _where(module, name), module.travels)
         before = (found.label, len(found.paths), found.runs, found.no_files)
         if step.changed and step.runs:
-            self.state.add((module.name, name, "changed" if step.in_place or path else "rebound", *path))
+            self.state.add((module.name, name, *path))
         found.label, found.root = (label, True) if label is not None else (found.label, found.root)
         found.paths[path] = None
         found.runs |= step.runs
@@ -276,11 +270,8 @@ class Walk:
             if value is not _MISSING:
                 self._look_at_definition(found, module, name, value)
             return
-        rebound = (module.name, name, "rebound") in self._known_state
-        state = [one[3:] for one in self._known_state if one[:3] == (module.name, name, "changed")]
+        state = [one[2:] for one in self._known_state if one[:2] == (module.name, name)]
         paths = [one for one in _shortest(found.paths) if one not in state]
-        if rebound:
-            return
         plain, fields, is_state = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any](), () in state
         for path in paths if value is not _MISSING else ():
             part, rest = _follow(value, path)
@@ -365,13 +356,7 @@ class Walk:
         if any(isinstance(one.statement, ast.ClassDef) for one in self._user.bindings(module, top)):
             self._go(origin, module, top, _Step(runs=True))
             return True
-        nodes = [node for node, _ in module.source.classes(cls.__name__)]
-        if nodes and cls not in self._found:
-            found = self._found[cls] = _Found(cls.__name__, _where(module, cls.__qualname__), origin.own)
-            found.is_code = True
-            for node in nodes:
-                self._take(found, module, Binding(node, ()), runs=True)
-        return bool(nodes)
+        return False
 
     def _function(self, origin: _Found, function: types.FunctionType, label: str | None = None) -> None:
         module = self._user.space(function)
@@ -411,9 +396,9 @@ class Walk:
                 keys = itertools.takewhile(lambda one: one.startswith("["), chain.path)
                 changed.setdefault(chain.root, set()).add(tuple(keys))
             self._use(found, module, node, True, closed)
-        around = set(function.__qualname__.split(".")[:-1])
+        around = [self._user.causes_within(module, outer) for outer in function.__qualname__.split(".")[:-1]]
         for name, value in closed.items():
-            cause = self._cause_around(module, around, name)
+            cause = next((each[name] for each in around if name in each), "")
             self._add(found, f".{name}", value, changed.get(name, ()), cause, module.file)
 
     def _add(
@@ -503,26 +488,14 @@ class Walk:
             found = dict[str, set[Path] | None]()
             for _, _, name, *path in (one for one in self._known_state if not one[0] and one[1] in names):
                 found[name] = {*(found.get(name) or ()), tuple(path)}
-            for each in cls.__mro__ if self._user.owns(cls) else ():
-                found |= dict.fromkeys(self._user.unstable_attributes(each))
+            for each in filter(self._user.owns, cls.__mro__ if self._user.owns(cls) else ()):
+                module = self._user.module(each.__module__, late=False)
+                for name, cause in self._user.causes_within(module, each.__name__).items() if module else ():
+                    if name.startswith("."):
+                        found[name[1:]] = None
+                        self._user.left[f"{each.__qualname__}{name} ({cause})"] = None
             self._changing[cls] = found
         return self._changing[cls]
-
-    def _cause_around(self, module: Module, around: set[str], name: str) -> str:
-        """Why a variable of an enclosing function differs."""
-        outer = [one for pairs in module.source.definitions.values() for one, _ in pairs]
-        for node in (one for one in outer if isinstance(one, Function) and getattr(one, "name", "") in around):
-            kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
-            parts: list[ast.AST] = [
-                one for one in ast.walk(node) if isinstance(one, kinds) and name in bound_names(one)
-            ]
-            given = (
-                [node.args] if any(one.arg == name for one in ast.walk(node.args) if isinstance(one, ast.arg)) else []
-            )
-            for cause in (self._user.cause_in(module, one, frozenset()) for one in [*parts, *given]):
-                if cause:
-                    return cause
-        return ""
 
     # the end ---------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Description(NamedTuple):
         edges: what that uses of modules that can be imported.
         state: what is known to change while the rollout runs.
         left: what is not compared, and why.
+        names: of the script, which its functions read while they run.
     """
 
     fields: dict[str, object]
@@ -91,6 +92,7 @@ class Description(NamedTuple):
     state: frozenset[tuple[str, ...]]
     documented: bool  # read by version 3 alone
     left: list[str]
+    names: frozenset[str] = frozenset()
 
 
 class _Step(NamedTuple):
@@ -137,6 +139,7 @@ class Walk:
         self._edges: dict[tuple[object, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
         self._changing: dict[type, LeftOut] = {}
+        self._names = before.names if before is not None else frozenset[str]()
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -165,6 +168,7 @@ class Walk:
             elif chain.imported is not None:
                 self._import(origin, module, chain.root, chain.imported, step)
             else:
+                self._names |= {chain.root} if step.runs and module.name == "__main__" else set()
                 self._name(origin, module, chain.root, step)
         if uses.computes_import:
             self._user.left[f"the module that {origin.where} imports by a computed name"] = None
@@ -385,7 +389,9 @@ class Walk:
         changed = dict[str, set[Path]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
-            for name in sorted(loaded_names(function.__code__)):
+            names = loaded_names(function.__code__)
+            self._names |= names if module.name == "__main__" else set()
+            for name in sorted(names):
                 if name in module.values:
                     self._reach(found, module, name, _Step(runs=True))
         else:
@@ -541,7 +547,7 @@ class Walk:
                     fields[f"{USED}file {name}"] = f"text {digest(path)}"
                     own |= {f"{USED}file {name}": fields[f"{USED}file {name}"]} if found.own else {}
         state = frozenset(self.state | self._known_state)
-        return Description(fields, notes, own, own_counts, [*self._edges], state, True, [*self._user.left])
+        return Description(fields, notes, own, own_counts, [*self._edges], state, True, [*self._user.left], self._names)
 
     def _text_file(self, name: str, folder: str) -> str | None:
         """The content of a file of the project."""

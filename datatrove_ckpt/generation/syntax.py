@@ -152,5 +152,5 @@ def loaded_names(code: types.CodeType) -> set[str]:
 
 @functools.lru_cache(maxsize=10_000)
 def _loaded(code: types.CodeType) -> frozenset[str]:
-    kinds = ("LOAD_GLOBAL", "LOAD_NAME")
+    kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     return frozenset(one.argval for one in dis.get_instructions(code) if one.opname.startswith(kinds))

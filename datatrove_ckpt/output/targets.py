@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, no_bars_in_logs
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING, plain
@@ -312,7 +312,7 @@ class HubTarget(Target):
         return self._commits
 
     def prepare(self) -> None:
-        self._uploads.prepare()
+        no_bars_in_logs()
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._uploads.looked("cannot be listed", call)
@@ -325,7 +325,7 @@ class HubTarget(Target):
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
-        found.show(self._uploads.look_again(one for one in commits.files if not found.is_right(one)))
+        self._uploads.look_again(found, commits.files)
         lost = {plain(one.path): one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(

@@ -314,22 +314,24 @@ def _takes_empty_text(kind: Any) -> bool:
     """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
     import pyarrow as pa
 
-    try:
-        pa.array([None], pa.string()).cast(kind)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
-        return False
-    return not pa.types.is_nested(kind)
+    return _converts(pa.string(), kind) and not pa.types.is_nested(kind)
 
 
 def _reads_as_text(kind: Any) -> bool:
     """Whether a loader converts values of the type to text. Bytes are no text, and lists none either."""
     import pyarrow as pa
 
+    return _converts(kind, pa.string()) and not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
+
+
+def _converts(kind: Any, other: Any) -> bool:
+    import pyarrow as pa
+
     try:
-        pa.nulls(1, kind).cast(pa.string())
+        pa.nulls(1, kind).cast(other)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         return False
-    return not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
+    return True
 
 
 class RankColumns:

@@ -29,7 +29,7 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
-from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, for_config

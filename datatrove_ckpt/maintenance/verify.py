@@ -462,8 +462,8 @@ def _list_hub(report: Report) -> FoundFiles:
     found = FoundFiles({})
     uploads = HubUploads(hub, StoppableCalls())
     found.show(uploads.looked("cannot be listed", hub.files))
-    lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
-    found.show(uploads.look_again(lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    files = (file for chunk in report.chunks for file in chunk.files)
+    uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
     return found
 
 

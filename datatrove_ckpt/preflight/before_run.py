@@ -313,6 +313,6 @@ def _look_at_hub(
         if number := committed_files(check.writer, check.root):
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    lost = [one for each in commits for one in each.files if not found.is_right(one)]
-    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
+    files = (one for each in commits for one in each.files)
+    uploads.look_again(found, files, looks_for(each.folder for each in commits))
     return found

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Collection
 from dataclasses import asdict
 
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.job_ledger import retired_ranks
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say
@@ -158,14 +155,12 @@ def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None 
         carry_out(plan, report, logging_dir)
         if mirrored is not None:
             upload(place, plan.ranks)
-        say(_what_next(plan, logging_dir, retired_ranks(place.folder)))
+        say(_what_next(plan, logging_dir))
     return 1 if plan.left else 0
 
 
-def _what_next(plan: Plan, logging_dir: str | None, retired: Collection[int]) -> str:
+def _what_next(plan: Plan, logging_dir: str | None) -> str:
     again = "Run the pipeline again to process these chunks"
-    if left := sorted({rank.number for rank in plan.ranks if not rank.root and rank.number in retired}):
-        again = f"Give what {name_tasks(left)} had to other tasks (datatrove-ckpt reshard), then run the pipeline"
     again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
     if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"

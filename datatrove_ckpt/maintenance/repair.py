@@ -73,10 +73,8 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
             _check_unchanged(redo)
         for number in plan.markers:
             _remove_marker(str(logging_dir), number)
-        for rebuild in plan.rebuild:
-            _rebuild(rebuild)
         for redo in plan.redo:
-            _take_back(redo)
+            _carry_out(redo)
         # The next run may choose other names, from metadata for example.
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
         remove_output(report.folder, [name for name in names if name not in keep])
@@ -87,24 +85,10 @@ def _claim(rank: RankLedger) -> RunClaim:
 
 
 def _check_unchanged(redo: Redo) -> None:
-    commits = read_commits(redo.rank.commits_file)
-    if any(commits.get(commit.chunk_index) != commit for commit in redo.commits):
+    if redo.before is not None and redo.before != read_commits(redo.rank.commits_file):
         raise CheckpointMismatch(
             f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
         )
-
-
-def _rebuild(plan: Rebuild) -> None:
-    if plan.letters:
-        _blank(plan.rank.dead_letters_file, plan.letters)
-    _expect_only(plan.rank, [commit.chunk_index for commit in plan.kept])
-    replace_log(plan)
-
-
-def _expect_only(rank: RankLedger, chunks: list[int]) -> None:
-    """From here on a run accepts a log with the commits of these chunks only."""
-    _claim(rank).take(len(chunks))
-    correct_last_chunk(rank.last_chunk_file, chunks)
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:
@@ -114,20 +98,21 @@ def _remove_marker(logging_dir: str, number: int) -> None:
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
 
 
-def _take_back(redo: Redo) -> None:
+def _carry_out(redo: Redo) -> None:
     rank = redo.rank
-    if not redo.commits:
+    if redo.before is not None and not redo.commits:
         return
-    to_redo = {commit.chunk_index for commit in redo.commits}
-    commits = read_commits(rank.commits_file)
-    kept = [commit for index, commit in commits.items() if index not in to_redo]
-    letters_end = max((commit.dead_letters_size for commit in kept if commit.counts.dead), default=0)
-    ranges = [letters_of(commits.values(), index) for index in to_redo if commits[index].counts.dead]
+    letters_end = max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
     # Letters after the last one to keep are cut off below, or, after a crash, by the next run.
-    if between := [place for place in ranges if place[0] < letters_end]:
+    if between := [place for place in redo.letters if place[0] < letters_end]:
         _blank(rank.dead_letters_file, between)
-    _expect_only(rank, [commit.chunk_index for commit in kept])
-    replace_commits(rank, [replace(one, dead_letters_size=min(one.dead_letters_size, letters_end)) for one in kept])
+    # From here on a run accepts a log with the commits to keep only.
+    _claim(rank).take(len(redo.kept))
+    _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
+    if redo.before is None:
+        _keep_damaged_log(rank.commits_file)
+    kept = [replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end)) for commit in redo.kept]
+    replace_commits(rank, kept)
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
 
@@ -175,36 +160,53 @@ def replace_commits(rank: RankLedger, commits: Iterable[Commit]) -> None:
 # or if records_per_chunk was changed in between: then the rank must start over.
 
 
+_NAMED_ONE_BY_ONE = 20
+
+
 @dataclass
 class Redo:
-    """The chunks that one rank must redo. ``commits``: those to take back; ``lost``: chunks without a commit."""
+    """What one rank must do again.
+
+    Attributes:
+        before: the log as it was read; None: it is damaged.
+        kept: the commits to keep, in the order of the lines.
+        commits: those to take back.
+        lost: chunks without a commit.
+        letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
+    """
 
     rank: RankLedger
+    before: dict[int, Commit] | None
+    kept: list[Commit] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.rank.key
+    letters: list[tuple[int, int]] = field(default_factory=list)
 
     def describe(self) -> Iterator[str]:
+        key, place = self.rank.key, self.rank.place
+        if self.before is None:
+            yield (
+                f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
+                "proved; all other chunks are processed again, and their requests are paid again"
+            )
         for commit in self.commits:
             what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
             if commit.counts.dead:
                 what += f", {plural(commit.counts.dead, 'dead letter')} among them"
             names = ", ".join(file.path for file in commit.files)
-            yield f"{name_place(*self.key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
-        for index in self.lost:
-            yield f"{name_place(*self.key, index)}: mark it as not done"
+            yield f"{name_place(*key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
+        if len(self.lost) > _NAMED_ONE_BY_ONE:
+            yield f"{place}: mark chunks {number_range(self.lost[0], self.lost[-1] + 1)} as not done"
+        else:
+            yield from (f"{name_place(*key, index)}: mark it as not done" for index in self.lost)
         if self.rank.run.get("accepted_changes"):
-            yield f"{self.rank.place}: its settings were changed (accept_changes); the new ones will be used"
+            yield f"{place}: its settings were changed (accept_changes); the new ones will be used"
 
 
 @dataclass
 class Plan:
     """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
 
-    rebuild: list[Rebuild] = field(default_factory=list)
     redo: list[Redo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
@@ -212,11 +214,9 @@ class Plan:
     @property
     def ranks(self) -> list[RankLedger]:
         """The ranks that are changed."""
-        return [*(rebuild.rank for rebuild in self.rebuild), *(redo.rank for redo in self.redo)]
+        return [redo.rank for redo in self.redo]
 
     def describe(self, logging_dir: str | None) -> Iterator[str]:
-        for rebuild in self.rebuild:
-            yield from rebuild.describe()
         for redo in self.redo:
             yield from redo.describe()
         for number in self.markers:
@@ -243,7 +243,7 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     for rank in report.ranks:
         if rank.key in concerned:
             _plan_rank(plan, rank, concerned[rank.key], shared)
-    redone = {(*redo.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
+    redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
     if logging_dir is not None:
         plan.markers = list(_markers(plan, report, logging_dir))
@@ -277,7 +277,7 @@ def _plan_rebuild(plan: Plan, report: Report, problem: Problem) -> bool:
     if isinstance(found, str):
         plan.left.append(f"{rank.place}: its commits cannot be rebuilt: {found}")
         return False
-    plan.rebuild.append(found)
+    plan.redo.append(found)
     return True
 
 
@@ -299,7 +299,7 @@ def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: se
             to_redo.discard(commit.chunk_index)
             plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
     kept = {index: commit for index, commit in commits.items() if index not in to_redo}
-    redo = Redo(rank)
+    redo = Redo(rank, commits)
     lost = any(problem.kind == "lost" for problem in problems)
     for chunks, fits in _holes(rank, commits, kept):
         if fits:
@@ -312,6 +312,9 @@ def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: se
             f"{rank.folder} and its output."
             for index in chunks
         ]
+    to_redo = {commit.chunk_index for commit in redo.commits}
+    redo.kept = [commit for index, commit in commits.items() if index not in to_redo]
+    redo.letters = [letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead]
     if redo.commits or redo.lost:
         plan.redo.append(redo)
 
@@ -367,42 +370,10 @@ def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
 #
 # A commit is kept if the chunks before it, where they must be processed again, end where it starts. The other chunks
 # are processed again by the next run, which writes their output files again. Their dead letters are overwritten with
-# spaces (see ``repair``), because the redone chunks append them again.
-#
-# The effects on one rank, after the first two of ``repair``. After a crash between them, ``repair`` or a run continues:
-#
-#     1. overwrite lost dead letters with spaces
-#     2. correct run.json and last_chunk         they say how many commits there were
-#     3. copy the damaged log; replace commits.jsonl
+# spaces (see ``repair``), because the redone chunks append them again. Before the log is replaced, it is copied.
 
 
-_NAMED_ONE_BY_ONE = 20
-
-
-@dataclass
-class Rebuild:
-    """What to make of a rank's damaged log. ``kept``: in the order of the lines. ``lost``: chunks to process again."""
-
-    rank: RankLedger
-    kept: list[Commit] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    letters: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of bytes in the dead letters file that belong to lost commits."""
-
-    def describe(self) -> Iterator[str]:
-        place = self.rank.place
-        yield (
-            f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
-            "proved; all other chunks are processed again, and their requests are paid again"
-        )
-        if len(self.lost) > _NAMED_ONE_BY_ONE:
-            yield f"{place}: mark chunks {number_range(self.lost[0], self.lost[-1] + 1)} as not done"
-            return
-        for index in self.lost:
-            yield f"{name_place(*self.rank.key, index)}: mark it as not done"
-
-
-def plan_rebuild(rank: RankLedger) -> Rebuild | str:
+def plan_rebuild(rank: RankLedger) -> Redo | str:
     """What to do with a rank whose log is damaged, or why nothing can be done."""
     try:
         whole = read_whole_commits(rank.commits_file)
@@ -413,7 +384,7 @@ def plan_rebuild(rank: RankLedger) -> Rebuild | str:
     # The order in which they were written: the size only grows, and only by a commit with dead letters.
     whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
     fitting = _fitting(whole, per_chunk)
-    plan = Rebuild(rank, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
+    plan = Redo(rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
     top = max(-1 if last is None else last, *(commit.chunk_index for commit in whole), -1)
     plan.lost = [index for index in range(top + 1) if index not in fitting]
     end = 0
@@ -453,18 +424,15 @@ def _end_of_letter(path: Path, start: int, number: int) -> int:
         return file.tell()
 
 
-def replace_log(plan: Rebuild) -> None:
-    """Step 3."""
-    path = plan.rank.commits_file
+def _keep_damaged_log(path: Path) -> None:
     if path.exists():
         with explained("read", path):
             data = path.read_bytes()
         names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
         files.disk.replace(next(name for name in names if not name.exists()), data)
-    replace_commits(plan.rank, plan.kept)
 
 
-def correct_last_chunk(path: Path, commits: list[int]) -> None:
+def _correct_last_chunk(path: Path, commits: list[int]) -> None:
     """Writes what the file for people must name once these commits are all there are. Survives power loss."""
     if unbroken := count_unbroken(commits):
         files.disk.make_dirs(path.parent)

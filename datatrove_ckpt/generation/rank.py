@@ -6,7 +6,7 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,8 +89,8 @@ class _Run:
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
             shutdown = self.preemption.shutdown
-            unopened = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, shutdown)
-            self._process(self.data, rank, unopened, None)
+            without = partial(NullCheckpoint, step.output_writer, rank, step.records_per_chunk, shutdown)
+            self._process(self.data, rank, without, None)
         elif not step.retry_dead_letters:
             with naming_mirror(step):
                 restore_from_mirror(step, rank, self.preemption)
@@ -117,12 +117,12 @@ class _Run:
         self,
         data: Iterable[Document],
         rank: int,
-        unopened: CheckpointManager | NullCheckpoint,
+        open_checkpoint: Callable[[], Checkpoint],
         output: ChunkOutput | None,
     ) -> None:
         step, preemption = self.step, self.preemption
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
-        checkpoint = unopened.open()
+        checkpoint = open_checkpoint()
         shutdown, completed = preemption.shutdown, False
         progress = RankReporter(rank, checkpoint, shutdown, step.config.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
@@ -159,7 +159,7 @@ class _Run:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
 
-    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[CheckpointManager, ChunkOutput]:
+    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[Callable[[], Checkpoint], ChunkOutput]:
         step, preemption = self.step, self.preemption
         folder, identity = rank_folder(root, rank), step.identity(self.world_size)
         output = ChunkOutput(step.output_writer, rank, folder, step.checkpoints_root, prefix, step.hub_pace)
@@ -181,7 +181,7 @@ class _Run:
             before_first=(lambda: None) if step.checkpoints_remote_dir else refuse,
             shutdown=preemption.shutdown,
         )
-        return manager, output
+        return manager.open, output
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames

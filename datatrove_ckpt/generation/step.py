@@ -155,8 +155,8 @@ class Step(PipelineStep):
         state = {**self.__dict__, "_code_when_made": self.code()}
         if not script_names.carries():
             return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (names := script_names.collect(self.rollout_fn, self.shared_context, adapter)) is not None:
+        made = self.code().made
+        if (names := script_names.collect(made.names if made is not None else ())) is not None:
             state["_script_names"] = names
         _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
         return state

@@ -4,7 +4,7 @@ Every engine is launched the same way: on 127.0.0.1, on a free port, with a fres
 output appended to a log file, and under a guardian (see ``guardian.py``), so that it ends with its runner, however the
 runner ends. The server is ready when its process is running and GET /v1/models answers 200.
 
-A server can be started again after ``stop``. It then has another port and another key, so read ``urls`` and ``api_key``
+A server can be started again after ``stop``. It then has another port and another key, so read ``url`` and ``api_key``
 again. It belongs to no event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
 """
 
@@ -79,6 +79,7 @@ class InferenceServer:
         on_launch: called at each launch, so that the other nodes launch their parts, too.
 
     Attributes:
+        url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
         restarted_at: when it was restarted (``time.monotonic``), for all ranks that it has served.
     """
@@ -93,7 +94,7 @@ class InferenceServer:
     def __post_init__(self) -> None:
         self.started_by = self.rank
         self.restarted_at: deque[float] = deque()
-        self.urls: list[str] = []
+        self.url = ""
         self.api_key: Key | None = None
         self._process: GuardedProcess | None = None
         self._command = EngineCommand((), HiddenDict())
@@ -109,11 +110,6 @@ class InferenceServer:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
-
-    @property
-    def url(self) -> str:
-        """The base URL, without /v1. Only while the server is started."""
-        return self.urls[0]
 
     @property
     def headers(self) -> HiddenDict:
@@ -188,7 +184,7 @@ class InferenceServer:
         # In a thread: it looks for files and packages, which may be on a slow shared disk.
         self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self.nodes)
         self.api_key = key if self._command.takes_key else None
-        self.urls = [f"http://{HOST}:{port}"]
+        self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
         log = await asyncio.to_thread(self._open_log)
         self.on_launch()
@@ -322,7 +318,7 @@ class InferenceServer:
         if self._record is not None:
             self._record.remove()
             self._record = None
-        self.urls, self.api_key = [], None
+        self.url, self.api_key = "", None
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
         self._log_path = None

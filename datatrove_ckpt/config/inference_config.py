@@ -556,8 +556,7 @@ class Engine:
         given = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:
-            values = [given[name] for name in names if name in given]
-            return int(values[0]) if values else default
+            return int(next((given[name] for name in names if name in given), default))
 
         within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")

@@ -38,8 +38,8 @@ is on the disk, calls the old handlers (they may requeue the job), and ends the 
 survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
 
 The same happens where the loop runs and does not come to its end, for example because an async generator of a rollout
-does not. While servers stop and the checkpoint is closed, only a blocked loop counts: they limit their time themselves,
-and a disk may be slow (``Shutdown.closing``).
+does not. While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be
+slow (``Shutdown.closing``).
 
 A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
 """
@@ -63,11 +63,10 @@ from loguru import logger
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
 from datatrove_ckpt.process.screen import leave_terminal
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
 from datatrove_ckpt.process.slurm_job import (
     handle_between_ranks,
     is_time_up,
@@ -178,8 +177,7 @@ _Handed.__name__ = Preempted.__name__
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
-_GRACE_FAST = 2.0  # after a second signal
-_PONG = 5.0  # the loop of a loaded machine may be late
+_GRACE_FAST = 7.0  # after a second signal
 _SAVE = 30.0
 _AGAIN = 0.2
 
@@ -188,7 +186,7 @@ class LoopWatch:
     """Watches one rank's event loop from the moment a stop is requested until ``close``.
 
     Args:
-        shutdown: what was asked for, and on which event loop.
+        shutdown: what was asked for.
         save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
@@ -213,25 +211,14 @@ class LoopWatch:
     def _watch(self) -> None:
         while not self._closed:
             time.sleep(_AGAIN)
-            if (self._is_late() or self._is_blocked()) and not self._closed:
+            if self._is_late() and not self._closed:
                 self._end()
 
     def _is_late(self) -> bool:
-        """The loop has had its time, whether it is blocked or not."""
         if self._shutdown.is_closing:
             return False
-        grace = _GRACE_FAST + _PONG if self._shutdown.is_fast else _GRACE
-        return time.monotonic() >= max(self._shutdown.deadline, self._shutdown.closed_at) + grace
-
-    def _is_blocked(self) -> bool:
         grace = _GRACE_FAST if self._shutdown.is_fast else _GRACE
-        return time.monotonic() >= self._shutdown.deadline + grace and not self._answers()
-
-    def _answers(self) -> bool:
-        pong = threading.Event()
-        if self._shutdown.loop is not None:
-            call_soon(self._shutdown.loop, pong.set)
-        return pong.wait(_PONG)
+        return time.monotonic() >= max(self._shutdown.deadline, self._shutdown.closed_at) + grace
 
     def _end(self) -> None:
         code = [1]
@@ -257,7 +244,6 @@ class LoopWatch:
 
 # Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
 _OF_TERMINALS = ("SIGHUP", "SIGINT")
-SAME_EVENT = 1.0
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TextIO
 
 import multiprocess
@@ -465,6 +466,7 @@ Report = Callable[[int, RankProgress], object]
 _report: Report | None = None
 
 
+@dataclass(eq=False)
 class Screen:
     """``with Screen(progress, interval) as screen:`` around the ranks of a command.
 
@@ -478,18 +480,13 @@ class Screen:
         log: how a line is logged.
     """
 
-    def __init__(
-        self,
-        progress: RunProgress,
-        interval: float,
-        clock: Callable[[], float] = time.monotonic,
-        log: Callable[[str], object] = logger.info,
-    ) -> None:
-        self.progress = progress
-        self._interval = interval
-        self._clock = clock
-        self._log = log
-        self._next = clock() + min(_FIRST_LINE_SECONDS, interval)
+    progress: RunProgress
+    interval: float
+    clock: Callable[[], float] = time.monotonic
+    log: Callable[[str], object] = logger.info
+
+    def __post_init__(self) -> None:
+        self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
         self._outer = _report
 
@@ -528,11 +525,11 @@ class Screen:
     def tick(self) -> None:
         """Draws the bar, or logs a line, if it is time for that. To be called about every ``TICK_SECONDS``."""
         self.progress.sample()
-        if (now := self._clock()) < self._next:
+        if (now := self.clock()) < self._next:
             return
         if self._terminal is None:
-            self._next = now + self._interval
-            self._log(self.progress.line())
+            self._next = now + self.interval
+            self.log(self.progress.line())
         else:
             self._next = now + TICK_SECONDS / 2
             self._terminal.draw()

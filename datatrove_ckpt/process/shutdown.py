@@ -30,6 +30,8 @@ SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
 # Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
 DRAIN_SECONDS = 20.0
+SAME_EVENT = 1.0
+"""Seconds: signals that follow the first one within this time are the same request to stop."""
 
 
 def check_signals(names: Sequence[str]) -> tuple[str, ...]:
@@ -63,7 +65,6 @@ class Shutdown:
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
         closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
-        loop: the event loop that waits in ``requested``, or has waited.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
     """
 
@@ -77,7 +78,6 @@ class Shutdown:
         self.late = False
         self.given_up = 0
         self.closed_at = 0.0
-        self.loop: asyncio.AbstractEventLoop | None = None
         self.handles_interrupt = False
         self._requested_at = 0.0
         self._failure: BaseException | None = None
@@ -190,8 +190,7 @@ class Shutdown:
 
     async def requested(self) -> None:
         """Returns once a stop is requested."""
-        loop = self.loop = asyncio.get_running_loop()
-        noticed = asyncio.Event()
+        loop, noticed = asyncio.get_running_loop(), asyncio.Event()
 
         def notice() -> None:
             if self.cause:

@@ -24,7 +24,6 @@ from datatrove_ckpt.redaction import HiddenDict
 READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
 
-_is_worker = False
 _slot: int | None = None
 
 
@@ -61,7 +60,7 @@ class Reported(NamedTuple):
 
 def is_worker() -> bool:
     """Whether this process is a worker, whose signal handlers are our own."""
-    return _is_worker
+    return _slot is not None
 
 
 def worker_slot() -> int | None:
@@ -88,10 +87,10 @@ def work(
             server; one that came there before has ended the process, without a word.
         below_bar: the parent shows a bar on the terminal that both have.
     """
-    global _is_worker, _slot
+    global _slot
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     signal.set_wakeup_fd(-1)  # a fork has the parent's
-    _is_worker, _slot = True, slot
+    _slot = slot
     os.setpgid(0, 0)
     if os.environ != environment:
         os.environ.clear()

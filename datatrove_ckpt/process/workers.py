@@ -27,6 +27,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -37,10 +38,10 @@ from multiprocess import forkserver, resource_tracker
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
+from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
 from datatrove_ckpt.redaction import HiddenDict
 
-SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
 # Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
@@ -116,6 +117,7 @@ class _Process:
         return f"ended with exit code {code}"
 
 
+@dataclass(eq=False, repr=False)
 class Workers:
     """``with Workers(...) as workers:`` around ``workers.run(tasks)``. No process of it is left when the block ends.
 
@@ -133,25 +135,18 @@ class Workers:
         signal: the first signal that came.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        count: int,
-        work: Work,
-        numbers: Iterable[int],
-        max_attempts: int,
-        stop_seconds: float = math.inf,
-        screen: Screen | None = None,
-    ) -> None:
+    context: Any
+    count: int
+    work: Work
+    numbers: Iterable[int]
+    max_attempts: int
+    stop_seconds: float = math.inf
+    screen: Screen | None = None
+
+    def __post_init__(self) -> None:
         self.lost: dict[int, str] = {}
         self.signal: int | None = None
-        self._context = context
-        self._count = count
-        self._work = work
-        self._numbers = [number for number in sorted(set(numbers)) if signal.getsignal(number) not in _KEPT]
-        self._max_attempts = max_attempts
-        self._stop_seconds = stop_seconds
-        self._screen = screen
+        self._numbers = [number for number in sorted(set(self.numbers)) if signal.getsignal(number) not in _KEPT]
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._attempts: Counter[int] = Counter()
@@ -216,17 +211,17 @@ class Workers:
     def _start(self) -> None:
         """Starts as many workers as there are tasks that nobody has, and places."""
         free = sum(worker.task is None for worker in self._workers)
-        while not self._stops and len(self._tasks) > free and len(self._workers) < self._count:
-            slot = min(set(range(self._count)) - {worker.slot for worker in self._workers})
+        while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
+            slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
-            if self._context.get_start_method() == "forkserver":
+            if self.context.get_start_method() == "forkserver":
                 # Before they are blocked here: it serves others, too, and its processes inherit what it has blocked. A
                 # ``Pool.terminate`` of datatrove's would wait for ever for a worker that does not hear SIGTERM.
                 forkserver.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
-                below_bar = self._screen is not None and self._screen.has_bar
-                self._workers.append(_Process(self._context, slot, self._work, self._numbers, below_bar))
+                below_bar = self.screen is not None and self.screen.has_bar
+                self._workers.append(_Process(self.context, slot, self.work, self._numbers, below_bar))
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:
@@ -246,15 +241,15 @@ class Workers:
     def _wait(self) -> None:
         """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
-        limits += [] if self._screen is None else [time.monotonic() + TICK_SECONDS]
+        limits += [] if self.screen is None else [time.monotonic() + TICK_SECONDS]
         seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
         open_ = [worker.connection for worker in self._workers if not worker.is_silent]
         ready = connections.wait([*sources, *open_], seconds)
         if self._woken in ready:
             os.read(self._woken, 4096)
-        if self._screen is not None:
-            self._screen.tick()
+        if self.screen is not None:
+            self.screen.tick()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         has_ended = connections.wait([worker.sentinel], 0)  # first: what it sent before its end has come then
@@ -265,8 +260,8 @@ class Workers:
             elif message == CLOSED:
                 worker.ends_by = time.monotonic() + _TO_EXIT
             elif isinstance(message, Reported):
-                if self._screen is not None:
-                    self._screen.progress.update(*message)
+                if self.screen is not None:
+                    self.screen.progress.update(*message)
             else:
                 assert worker.task is not None
                 task, worker.task = worker.task, None
@@ -289,7 +284,7 @@ class Workers:
             self._give_back(worker.task, f"its worker process {how}")
         elif not worker.was_ready and not self._stops:
             self._failed_starts += 1
-            if self._failed_starts >= self._max_attempts:
+            if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
 
     def _give_back(self, task: int, why: str) -> None:
@@ -297,11 +292,11 @@ class Workers:
         if self._stops:
             return
         attempts = self._attempts[task]
-        if attempts < self._max_attempts:
-            logger.warning(f"Task {task}: {why}. It starts again (attempt {attempts + 1} of {self._max_attempts}).")
+        if attempts < self.max_attempts:
+            logger.warning(f"Task {task}: {why}. It starts again (attempt {attempts + 1} of {self.max_attempts}).")
             self._tasks.appendleft(task)
         else:
-            logger.error(f"Task {task}: {why}, in attempt {attempts} of {self._max_attempts}. The others go on.")
+            logger.error(f"Task {task}: {why}, in attempt {attempts} of {self.max_attempts}. The others go on.")
             self.lost[task] = why
 
     # signals ----------------------------------------------------------------------------------------------------------
@@ -334,7 +329,7 @@ class Workers:
                 logger.warning(f"{why}: {plural(len(busy), 'running task')} must stop; what is finished is saved.")
             for worker in busy:
                 worker.signal(number)
-                worker.ends_by = worker.ends_by or time.monotonic() + self._stop_seconds
+                worker.ends_by = worker.ends_by or time.monotonic() + self.stop_seconds
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)

@@ -51,7 +51,7 @@ def config(**settings: object) -> InferenceConfig:
 async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
     settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)
     async with started_server(settings, 0) as server:
-        async with CompletionClient(settings, server.urls, server.api_key) as client:
+        async with CompletionClient(settings, [server.url], server.api_key) as client:
             answers = await asyncio.gather(*(client.complete(json.dumps(PROMPT).encode()) for _ in range(3)))
             with pytest.raises(RequestRejected):
                 await client.complete(json.dumps({"model": GGUF, "messages": "nonsense"}).encode())
@@ -60,7 +60,7 @@ async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path)
             assert answer.finish_reason in ("stop", "length")
             assert 0 < answer.usage["completion_tokens"] <= 8
         assert server.api_key
-        await _check_models_and_key(server.urls[0], server.api_key.reveal())
+        await _check_models_and_key(server.url, server.api_key.reveal())
         began = time.monotonic()
     assert time.monotonic() - began < 300
 

@@ -124,9 +124,9 @@ async def failed_start(config: InferenceConfig) -> str:
 async def test_a_dummy_server_starts_answers_and_stops() -> None:
     config = dummy(server_log_folder="logs/deep")
     async with started_server(config, 7) as running:
-        async with CompletionClient(config, running.urls, running.api_key) as client:
+        async with CompletionClient(config, [running.url], running.api_key) as client:
             completion = await client.complete(b'{"messages": []}')
-        url, process = running.urls[0], running._process  # type: ignore[attr-defined]
+        url, process = running.url, running._process  # type: ignore[attr-defined]
         assert (completion.text, completion.finish_reason) == (TEXT, "stop")
         assert completion.usage["completion_tokens"] == 100
     assert process.returncode is not None
@@ -275,7 +275,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
         async def play() -> None:
             async with started_server(dummy(server_start_max_retries=1), 0) as running:
-                assert running.urls[0] != f"http://127.0.0.1:{taken.getsockname()[1]}"
+                assert running.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
 
         asyncio.run(play())
 
@@ -290,7 +290,7 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key
         assert not [line for line in command_lines() if key.reveal().encode() in line]
         watch = asyncio.create_task(running.watch())
-        async with CompletionClient(config, running.urls, key) as client:
+        async with CompletionClient(config, [running.url], key) as client:
             with pytest.raises(Exception, match="No request was answered"):
                 await client.complete(b"{}")
         with pytest.raises(ServerDied, match=r"(?s)exit code 41.*\*\*\*.*serving") as caught:
@@ -305,7 +305,7 @@ def plain(backend: InferenceServer) -> str:
 
 async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
     async with started_server(dummy(), 0) as backend:
-        config = InferenceConfig("endpoint", "m", endpoint_url=backend.urls[0], api_key="wrong")
+        config = InferenceConfig("endpoint", "m", endpoint_url=backend.url, api_key="wrong")
         with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
             await make_server(config, 0).start()
 
@@ -314,7 +314,7 @@ async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
 async def test_one_endpoint_of_two_is_enough() -> None:
     async with started_server(dummy(), 0) as backend:
         gone = f"http://127.0.0.1:{server.free_port()}"
-        urls = [gone, backend.urls[0]]
+        urls = [gone, backend.url]
         config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
         async with started_server(config, 0) as running:
             assert [str(url) for url in running.urls] == urls

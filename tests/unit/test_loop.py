@@ -58,7 +58,7 @@ class Watch(LoopWatch):
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_GRACE", 0.2), ("_GRACE_FAST", 0.2), ("_AGAIN", 0.01), ("_PONG", 0.2)):
+    for name, seconds in (("_GRACE", 0.2), ("_GRACE_FAST", 0.2), ("_AGAIN", 0.01)):
         monkeypatch.setattr(preemption, name, seconds)
 
 
@@ -81,11 +81,7 @@ async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> 
     assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(preemption, "_PONG", 600.0)  # a loop that answers late is not blocked
-
+async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end() -> None:
     shutdown = Shutdown(0)
     watch = await stopping(shutdown)
     with shutdown.closing():

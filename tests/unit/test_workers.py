@@ -71,7 +71,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
 
     screen = Screen(RunProgress(3), 3600)
     with group(run) as workers:
-        workers._screen = screen
+        workers.screen = screen
         done = workers.run(range(3))
         if stop:
             next(done)  # nobody reads the pipes until the next one

@@ -84,21 +84,13 @@ class ServerRecord:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
-    def kill_processes(self) -> list[str]:
-        """Kill what is left of the server, and wait for it. Only once runner or guardian can no longer do that.
-
-        Returns:
-            The processes, each as "process 7 (name)".
-        """
-        return _kill_all(self._owns, self.name)
-
     @property
     def is_abandoned(self) -> bool:
         """Neither the runner nor the guardian is alive."""
         alive = {(process.pid, process.started) for process in process_table() if not process.zombie}
         return alive.isdisjoint({self.runner, self.guardian})
 
-    def _owns(self, process: Process) -> bool:
+    def owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
         if process.session != self.guardian[0]:
             return False
@@ -123,6 +115,7 @@ def kill_session(session: int, name: str) -> None:
 
 
 def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
+    """Kill the processes of a server, and wait for them. Returns each as "process 7 (name)"."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _KILL_TIMEOUT
     # Again until nothing is found: a dying process may still have forked.
@@ -150,8 +143,7 @@ def end_leftovers() -> None:
         return
     for record in filter(None, map(ServerRecord.read, paths)):
         if record.is_abandoned:
-            killed = record.kill_processes()
-            if killed:
+            if killed := _kill_all(record.owns, record.name):
                 logger.warning(
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the server of "
                     f"{record.name}, whose runner was process {record.runner[0]}."

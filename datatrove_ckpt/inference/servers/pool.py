@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from loguru import logger
@@ -172,6 +173,7 @@ _MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
@@ -198,27 +200,21 @@ class ServerSupervisor:
         restarts: how often it was restarted.
     """
 
-    def __init__(
-        self,
-        config: InferenceConfig,
-        rank: int,
-        index: int,
-        server: InferenceServer,
-        client: CompletionClient,
-        shutdown: Shutdown,
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self.server = server
-        self.client = client
-        self.shutdown = shutdown
-        self.target = client.add(self.probe)
+    config: InferenceConfig
+    rank: int
+    index: int
+    server: InferenceServer
+    client: CompletionClient
+    shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        self.target = self.client.add(self.probe)
         self.restarts = 0
-        self._index = index
-        self._name = f"Server {index} of rank {rank}" if config.replicas > 1 else f"The server of rank {rank}"
+        which = f"Server {self.index}" if self.config.replicas > 1 else "The server"
+        self._name = f"{which} of rank {self.rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._recent_restarts = server.restarted_at
+        self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
         self._probed_since = _LONG_AGO
         self._watching = False
@@ -235,7 +231,7 @@ class ServerSupervisor:
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
-        self.client.on_server(what, str(self._index), url, why.partition("\n")[0])
+        self.client.on_server(what, str(self.index), url, why.partition("\n")[0])
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)

@@ -4,7 +4,7 @@ Every engine is launched the same way: on 127.0.0.1, on a free port, with a fres
 output appended to a log file, and under a guardian (see ``guardian.py``), so that it ends with its runner, however the
 runner ends. The server is ready when its process is running and GET /v1/models answers 200.
 
-A server can be started again after ``stop``. It then has another port and another key, so read ``urls`` and ``api_key``
+A server can be started again after ``stop``. It then has another port and another key, so read ``url`` and ``api_key``
 again. It belongs to no event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
 """
 
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ class _StartAttemptFailed(Exception):
         self.is_permanent = cause is not None and cause.permanent
 
 
+@dataclass(eq=False, repr=False)
 class InferenceServer:
     """A server that this process launches.
 
@@ -77,29 +79,22 @@ class InferenceServer:
         on_launch: called at each launch, so that the other nodes launch their parts, too.
 
     Attributes:
+        url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
         restarted_at: when it was restarted (``time.monotonic``), for all ranks that it has served.
     """
 
-    def __init__(
-        self,
-        config: InferenceConfig,
-        rank: int,
-        replica: int = 0,
-        lease: GpuLease | None = None,
-        *,
-        nodes: Nodes = SINGLE_NODE,
-        on_launch: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self.started_by = rank
+    config: InferenceConfig
+    rank: int
+    replica: int = 0
+    lease: GpuLease = field(default_factory=GpuLease)
+    nodes: Nodes = SINGLE_NODE
+    on_launch: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.started_by = self.rank
         self.restarted_at: deque[float] = deque()
-        self.lease = lease or GpuLease()
-        self._replica = replica
-        self._nodes = nodes
-        self._on_launch = on_launch
-        self.urls: list[str] = []
+        self.url = ""
         self.api_key: Key | None = None
         self._process: GuardedProcess | None = None
         self._command = EngineCommand((), HiddenDict())
@@ -109,17 +104,12 @@ class InferenceServer:
 
     @property
     def name(self) -> str:
-        name = f"rank_{self.rank:05d}" + (f"_replica_{self._replica}" if self.config.replicas > 1 else "")
-        return name + (f"_node_{self._nodes.rank}" if self._nodes.count > 1 else "")
+        name = f"rank_{self.rank:05d}" + (f"_replica_{self.replica}" if self.config.replicas > 1 else "")
+        return name + (f"_node_{self.nodes.rank}" if self.nodes.count > 1 else "")
 
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
-
-    @property
-    def url(self) -> str:
-        """The base URL, without /v1. Only while the server is started."""
-        return self.urls[0]
 
     @property
     def headers(self) -> HiddenDict:
@@ -140,7 +130,7 @@ class InferenceServer:
             return False
         problem = await self._lasting_problem()
         whose = f"that rank {self.started_by} started (log {self._log_path})"
-        which = f"server {self._replica}" if config.replicas > 1 else "the server"
+        which = f"server {self.replica}" if config.replicas > 1 else "the server"
         if problem is not None:
             logger.warning(f"Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew.")
             await self.kill()
@@ -162,15 +152,15 @@ class InferenceServer:
         return problem
 
     async def start(self) -> None:
-        attempts, attempt = 1 + self.config.server_start_max_retries, 1
-        while True:
+        attempts = 1 + self.config.server_start_max_retries
+        for attempt in range(1, attempts + 1):
             try:
-                return await self._start_once()
+                await self._start_once()
+                return
             except _StartAttemptFailed as failure:
                 if failure.is_permanent or attempt == attempts:
                     raise ServerStartFailed(str(failure)) from None
-                attempt += 1
-                logger.warning(f"{failure}\nStarting it again (attempt {attempt} of {attempts}).")
+                logger.warning(f"{failure}\nStarting it again (attempt {attempt + 1} of {attempts}).")
                 await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
@@ -192,12 +182,12 @@ class InferenceServer:
         port = free_port()
         key = Key(secrets.token_urlsafe(32))
         # In a thread: it looks for files and packages, which may be on a slow shared disk.
-        self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self._nodes)
+        self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self.nodes)
         self.api_key = key if self._command.takes_key else None
-        self.urls = [f"http://{HOST}:{port}"]
+        self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
         log = await asyncio.to_thread(self._open_log)
-        self._on_launch()
+        self.on_launch()
         try:
             self._process, self.started_by = self._spawn(log), self.rank
             self._record = await asyncio.to_thread(ServerRecord.create, self.name, self._process.pid, log)
@@ -328,7 +318,7 @@ class InferenceServer:
         if self._record is not None:
             self._record.remove()
             self._record = None
-        self.urls, self.api_key = [], None
+        self.url, self.api_key = "", None
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
         self._log_path = None
@@ -362,16 +352,15 @@ _SAY_EVERY = 30.0  # seconds
 
 
 async def wait_for_first(
-    tasks: tuple[asyncio.Task[Any], ...], window: float, line: Callable[[float], str], every: float | None = None
+    tasks: tuple[asyncio.Task[Any], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
 ) -> None:
     """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each interval.
 
     Args:
         line: makes it from the seconds so far. Called in a thread.
-        every: seconds; None: 30.
+        every: seconds.
     """
     started = time.monotonic()
-    every = every or _SAY_EVERY
     while True:
         waited = time.monotonic() - started
         done, _ = await asyncio.wait(

@@ -135,7 +135,7 @@ async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> 
 
     common = {"model": work.model, **work.parameters()}
     async with started_server(work.config(server_log_folder=str(folder / "server")), 0) as server:
-        url, key = f"{server.urls[0]}/v1/completions", server.api_key
+        url, key = f"{server.url}/v1/completions", server.api_key
         headers = {"Authorization": f"Bearer {key.reveal()}"} if key else {}
 
         async def ask(session: aiohttp.ClientSession, file: Any) -> None:

@@ -88,9 +88,8 @@ class FileExtent:
         number, inside = place[0] - self.first, 0.0
         if 0 <= number < len(self.starts) - 1:
             start, end = self.starts[number : number + 2]
-            inside = self.size * (
-                start + (end - start) * min(1.0, place[1] / max(1, self.lengths.get(number, place[1])))
-            )
+            part = place[1] / max(1, self.lengths.get(number, place[1]))
+            inside = self.size * (start + (end - start) * min(1.0, part))
         elif self.per is not None:
             inside = number * self.per
         return max(0.0, min(float(self.size), inside))

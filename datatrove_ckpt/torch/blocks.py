@@ -53,6 +53,7 @@ from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
+from datatrove_ckpt.torch import block_formats
 from datatrove_ckpt.torch.block_formats import (
     ArrowBlocks,
     BlockFile,
@@ -62,7 +63,6 @@ from datatrove_ckpt.torch.block_formats import (
     ParquetBlocks,
     Rows,
     check_columns,
-    group_bytes,
 )
 
 if TYPE_CHECKING:
@@ -426,7 +426,7 @@ class BlockInput:
         """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
         schema = "" if isinstance(self._reader, JsonlReader) else "/schema"
-        return f"{self._reader._format}/{options}/{group_bytes()}{schema}"
+        return f"{self._reader._format}/{options}/{block_formats.GROUP_BYTES}{schema}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)
@@ -443,10 +443,11 @@ class BlockInput:
         for number in {full[0], full[len(full) // 2], full[-1]} if full else ():
             if isinstance(self._reader, JsonlReader):  # dicts are counted elsewhere
                 break
-            group = next(group for group in self._index[number].groups if group.rows)
+            group = next(group for group in self._index[number].groups if group.rows)  # the file's first rows
             in_file = max(1, group.bytes)
             file = self._open(number, self._index[number])
-            rows = file.sample(min(_SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)))
+            most = min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file))
+            rows = file.read(0, most, None)
             file.close()
             found = max(found, -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows))))
         return found

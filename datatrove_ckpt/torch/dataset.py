@@ -213,12 +213,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
         worker = get_worker_info()
         number = worker.id if worker else None
-        try:
-            self._running = self._begin(number, worker.num_workers if worker else 1)
-        except CheckpointMismatch as error:
-            if worker is None:
-                raise
-            self._running = NoSamples(error)  # raised here, it would end the workers only after seconds
+        self._running = self._begin(number, worker.num_workers if worker else 1)
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
     def _begin(self, number: int | None, workers: int) -> Iteration:
@@ -227,8 +222,13 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
             return NoSamples(ConfigError(_LOADED_TOO_LATE))
         state = self._take_state(number)
-        epoch, is_next = self._epoch_of(state)
-        self._check_again(state, epoch, slot)
+        try:
+            epoch, is_next = self._epoch_of(state)
+            self._check_again(state, epoch, slot)
+        except CheckpointMismatch as error:
+            if number is None:
+                raise
+            return NoSamples(error)  # raised here, it would end the workers only after seconds
         if state is None and self.settings.seed is not None and self._shared.epoch_begins_again(number):
             logger.warning(
                 f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."

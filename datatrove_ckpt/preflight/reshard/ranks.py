@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     RUN,
     journal_path,
-    last_chunk_file,
+    last_chunk_of,
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
@@ -154,12 +154,11 @@ class Scanner:
         return found
 
     def _recover(self, found: RankInput) -> None:
-        last_chunk = last_chunk_file(self._root, found.rank)
         cache = RequestCache(found.folder / CACHE)
         try:
             log = CommitLog(found.folder / COMMITS)
-            files.disk.make_dirs(last_chunk.parent)  # migrate leaves none
-            found.point = recover(found.folder, last_chunk, log, cache, self._records_per_chunk)
+            files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
+            found.point = recover(found.folder, log, cache, self._records_per_chunk)
         finally:
             cache.close()
 

@@ -48,12 +48,12 @@ import orjson
 from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
+import datatrove_ckpt.torch.block_formats as block_formats
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.torch import block_formats
 from datatrove_ckpt.torch.block_formats import (
     ArrowBlocks,
     BlockFile,

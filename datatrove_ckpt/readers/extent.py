@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Unit: TypeAlias = Literal["bytes", "rows"]
@@ -52,40 +53,29 @@ class FileExtent:
     Attributes:
         before: bytes, or rows, of the files before this one.
         size: of this file.
-        scale: what the first number of a place is: a byte; a block of ``block`` bytes; a group of rows (counted from 0,
-            and then a row of it); the turn of a group in shuffled order (counted from 1, and then the same); a row.
-            "content": a byte of the content of a compressed file. None: nobody said.
-        starts: which part of the file lies before each group, from 0 to 1, with a last 1.
+        first: the first number of the file's first place.
+        per: bytes, or rows, for each that this number is larger; None: nobody said.
+        starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
+            lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
-        rows: in the file, for the scale "row"; None: not known.
         begin: the place where the reading of the file begins, if only a part of it is read.
-        stored, content: bytes of a compressed file that were read so far, and what they were decompressed to.
         end: where the reading of a file ended that may grow meanwhile; None before the end.
     """
 
     before: float = 0.0
     size: float = 0.0
-    scale: Literal["byte", "block", "group", "turn", "row", "content"] | None = None
-    block: int = 1
+    first: int = 0
+    per: float | None = None
     starts: list[float] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
-    rows: float | None = None
     begin: tuple[int, ...] = ()
-    stored: int = 0
-    content: int = 0
     end: int | None = None
 
-    def set_groups(self, rows: list[int]) -> None:
+    def set_groups(self, rows: list[int], first: int) -> None:
         """The groups have so many rows, in the order in which they are read."""
-        total, before = max(1, sum(rows)), 0
-        self.starts, self.lengths = [0.0], dict(enumerate(rows))
-        for count in rows:
-            before += count
-            self.starts.append(before / total)
-
-    def set_equal_groups(self, count: int) -> None:
-        """There are so many groups, taken for equal."""
-        self.starts, self.lengths = [number / max(1, count) for number in range(count + 1)], {}
+        total = max(1, sum(rows))
+        self.starts = [before / total for before in accumulate(rows, initial=0)]
+        self.lengths, self.first = dict(enumerate(rows)), first
 
     def reached(self, place: tuple[int, ...]) -> float:
         """What lies before the place in the input, with the files before this one."""
@@ -93,24 +83,16 @@ class FileExtent:
 
     def inside(self, place: tuple[int, ...]) -> float:
         """What lies before the place in the file."""
-        return max(0.0, min(float(self.size), self._inside(place)))
-
-    def _inside(self, place: tuple[int, ...]) -> float:
-        if not place or self.scale is None:
+        if not place:
             return 0.0
-        if self.scale == "byte":
-            return float(place[0])
-        if self.scale == "content":
-            return self.stored * min(1.0, place[0] / max(1, self.content))
-        if self.scale == "block":
-            return float((place[0] - 1) * self.block)
-        if self.scale == "row":
-            return self.size * place[0] / self.rows if self.rows else 0.0
-        group = place[0] - (self.scale == "turn")
-        if not 0 <= group < len(self.starts) - 1:
-            return 0.0
-        start, end = self.starts[group], self.starts[group + 1]
-        return self.size * (start + (end - start) * min(1.0, place[1] / max(1, self.lengths.get(group, place[1]))))
+        number, inside = place[0] - self.first, 0.0
+        if 0 <= number < len(self.starts) - 1:
+            start, end = self.starts[number : number + 2]
+            part = place[1] / max(1, self.lengths.get(number, place[1]))
+            inside = self.size * (start + (end - start) * min(1.0, part))
+        elif self.per is not None:
+            inside = number * self.per
+        return max(0.0, min(float(self.size), inside))
 
 
 class InputExtent:
@@ -142,7 +124,7 @@ class InputExtent:
         """The extent of one file, whose format is still to fill it in."""
         if self.unit == "rows":
             share = (self.total or 0) / max(1, len(self._inputs.names))
-            return FileExtent(before=index * share, size=share, rows=share)
+            return FileExtent(before=index * share, size=share, per=1.0)
         return FileExtent(before=bytes_before, size=size)
 
     def measure(self) -> None:
@@ -170,7 +152,7 @@ class InputExtent:
         """How much of the input lies before a place, after so many documents of this rank."""
         self.measure()
         done = file.reached(place)
-        coarse = file.scale is None or (file.scale == "row" and not file.rows)
+        coarse = file.per is None and not file.starts
         known = self.total is not None and not (coarse and len(self._inputs.names) < _FINE)
         share = done / self.total if known and self.total else 0.0
         if self._limit > 0 and documents / self._limit >= share:

@@ -162,10 +162,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size
         extent, (share, shares) = self._file_extent, row_shard
-        extent.scale = "row"
 
         def count(number: int) -> None:
-            extent.rows = -(-max(0, number - share) // shares)
+            extent.per = extent.size / max(1, -(-max(0, number - share) // shares))
 
         with self._naming(without_commit(inputs.urls[index])):
             for batch in inputs.batches(index, row, row_shard, self.batch_size, count):

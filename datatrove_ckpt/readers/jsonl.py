@@ -89,9 +89,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        extent, is_plain = self._file_extent, self._codec(name) is None
-        extent.scale = "content" if not is_plain else "byte" if self.shuffle_seed is None else "block"
-        extent.block = _BLOCK
+        if self._codec(name) is None:
+            self._file_extent.first, self._file_extent.per = (0, 1.0) if self.shuffle_seed is None else (1, _BLOCK)
         if self.shuffle_seed is None:
             return self._read_in_order(name, file_position, row_shard)
         return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
@@ -224,7 +223,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _note_stored(self, file: IO[bytes], content: int) -> None:
         if isinstance(file, _Content):
-            self._file_extent.stored, self._file_extent.content = file.stored.tell(), content
+            self._file_extent.per = file.stored.tell() / max(1, content)
 
     def _may_grow(self, name: str) -> bool:
         # Growth would reorder all shuffled blocks, and compressed data does not end at a line's end.

@@ -268,8 +268,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             rows_of = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-            self._file_extent.scale = "group"
-            self._file_extent.set_groups(rows_of)
+            self._file_extent.set_groups(rows_of, first=0)
             if group < len(rows_of) and row == rows_of[group]:
                 group, row = group + 1, 0
             current, start = group, 0
@@ -295,8 +294,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         with self._open(name) as file:
             order = permutation(file.num_row_groups, seed, name).tolist()
             groups = [file.metadata.row_group(number) for number in order]
-            self._file_extent.scale = "turn"
-            self._file_extent.set_groups([group.num_rows for group in groups])
+            self._file_extent.set_groups([group.num_rows for group in groups], first=1)
             for turn in range(started, len(order) + 1):
                 group = groups[turn - 1]
                 held = max(_CONVERTED_ROWS, group.num_rows * _HELD_BYTES // max(1, group.total_byte_size))
@@ -357,7 +355,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
         with naming_damage(name), self._opened(name, map_or_open) as file:
             extent = self._file_extent
-            extent.scale = "group" if seed is None else "turn"
+            extent.first = 0 if seed is None else 1
             if is_stream(file, name, self.stream):
                 extent.starts = [0.0]
                 with pa.ipc.open_stream(file) as stream:
@@ -371,7 +369,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
             with pa.ipc.open_file(file) as reader:
                 count = reader.num_record_batches
                 order = range(count) if seed is None else permutation(count, seed, name).tolist()
-                extent.set_equal_groups(count)
+                extent.starts = [number / max(1, count) for number in range(count + 1)]
                 for turn in range(first, count):
                     batch = reader.get_batch(order[turn])
                     extent.lengths[turn] = batch.num_rows

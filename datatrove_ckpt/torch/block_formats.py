@@ -74,7 +74,11 @@ class FileIndex:
 class BlockFile(ABC):
     """One open file. ``index``: its parts."""
 
-    def set_index(self, index: FileIndex) -> None:
+    def set_index(self, index: FileIndex, known: FileIndex | None, name: str) -> None:
+        """Closes the file and raises CheckpointMismatch if other parts are known of it."""
+        if known not in (None, index):
+            self.close()
+            raise changed(name)
         self.index, self._starts = index, [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
@@ -85,11 +89,6 @@ class BlockFile(ABC):
     @abstractmethod
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
         """So many rows from ``first`` on, all of the same part."""
-
-    def sample(self, rows: int) -> Rows:
-        """At most so many rows of the first part that has some."""
-        number = next(number for number, group in enumerate(self.index.groups) if group.rows)
-        return self.read(self._starts[number], min(rows, self.index.groups[number].rows), None)
 
     def let_go(self) -> None:  # noqa: B027 (LineBlocks keeps what it has: the lines of one part)
         """Frees what is kept so that the next part can be read faster."""
@@ -170,10 +169,7 @@ class ParquetBlocks(BlockFile):
             self._source.close()
             raise
         parts = tuple(Group(group.num_rows, group.total_byte_size) for group in groups)
-        self.set_index(FileIndex(parts, schema=serialized(self._file.schema_arrow)))
-        if known not in (None, self.index):
-            self.close()
-            raise changed(name)
+        self.set_index(FileIndex(parts, schema=serialized(self._file.schema_arrow)), known, name)
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         """The rows of a part of a row group."""
@@ -238,10 +234,7 @@ class ArrowBlocks(BlockFile):
         # Choosing columns copies them, also out of a mapped file. It pays where the others must be read, too.
         self._chooses = compressed or not folder.is_local()
         groups = tuple(Group(rows, size) for _, rows, size in self._batches)
-        self.set_index(FileIndex(groups, self._stream and dictionaries, serialized(self._schema)))
-        if known not in (None, self.index):
-            self._source.close()
-            raise changed(name)
+        self.set_index(FileIndex(groups, self._stream and dictionaries, serialized(self._schema)), known, name)
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         """The rows of a part of a record batch."""
@@ -374,13 +367,9 @@ def _number(kind: str, buffer: bytes, place: int) -> int:
     return int(struct.unpack_from(kind, buffer, place)[0]) if place else 0
 
 
-_GROUP_BYTES = 2**20
+GROUP_BYTES = 2**20
+"""The size of a part of a JSONL file, up to the rest of its last line. Counts depend on it."""
 _SKIP_BYTES = 2**20
-
-
-def group_bytes() -> int:
-    """The size of a part of a file, up to the rest of its last line. Counts depend on it."""
-    return _GROUP_BYTES
 
 
 class LineBlocks(BlockFile):
@@ -399,7 +388,7 @@ class LineBlocks(BlockFile):
         self._at = 0  # offset in the content
         self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._part = b""
-        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain))
+        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain), known, name)
         self._offsets = [0, *accumulate(group.bytes for group in self.index.groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> list[Row | None]:
@@ -422,7 +411,7 @@ class LineBlocks(BlockFile):
 
     def _count(self) -> Iterator[Group]:
         with self._reader._open(self._name) as file:
-            while part := file.read(_GROUP_BYTES):
+            while part := file.read(GROUP_BYTES):
                 if not part.endswith(b"\n"):
                     part += file.readline()
                 yield Group(_count_lines(part), len(part))

@@ -48,6 +48,7 @@ import orjson
 from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
+import datatrove_ckpt.torch.block_formats as block_formats
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs
@@ -62,7 +63,6 @@ from datatrove_ckpt.torch.block_formats import (
     ParquetBlocks,
     Rows,
     check_columns,
-    group_bytes,
 )
 
 if TYPE_CHECKING:
@@ -426,7 +426,7 @@ class BlockInput:
         """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
         schema = "" if isinstance(self._reader, JsonlReader) else "/schema"
-        return f"{self._reader._format}/{options}/{group_bytes()}{schema}"
+        return f"{self._reader._format}/{options}/{block_formats.GROUP_BYTES}{schema}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)
@@ -443,10 +443,11 @@ class BlockInput:
         for number in {full[0], full[len(full) // 2], full[-1]} if full else ():
             if isinstance(self._reader, JsonlReader):  # dicts are counted elsewhere
                 break
-            group = next(group for group in self._index[number].groups if group.rows)
+            group = next(group for group in self._index[number].groups if group.rows)  # the file's first rows
             in_file = max(1, group.bytes)
             file = self._open(number, self._index[number])
-            rows = file.sample(min(_SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)))
+            most = min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file))
+            rows = file.read(0, most, None)
             file.close()
             found = max(found, -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows))))
         return found

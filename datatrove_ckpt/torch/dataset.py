@@ -45,13 +45,13 @@ from datatrove_ckpt.torch.epoch import (
 )
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.order import Even, Topology
-from datatrove_ckpt.torch.stateful import Handle, Iterations, Refused, Shared
+from datatrove_ckpt.torch.stateful import Handle, Iterations, NoSamples, Shared
 from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, find_states, load_file, merge_states
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
 
-Iteration: TypeAlias = Epoch | StreamEpoch | Refused
+Iteration: TypeAlias = Epoch | StreamEpoch | NoSamples
 
 _LOADED_TOO_LATE = (
     "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
@@ -210,53 +210,40 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         return other
 
     def __iter__(self) -> Handle:
-        return self._iterations.begin(self._begin())
-
-    def _begin(self) -> Iteration:
         # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
         worker = get_worker_info()
-        slot = Slot(self.rank, self.world_size, worker.id if worker else 0, worker.num_workers if worker else 1)
         number = worker.id if worker else None
+        self._running = self._begin(number, worker.num_workers if worker else 1)
+        return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
+
+    def _begin(self, number: int | None, workers: int) -> Iteration:
+        """``number``: of this worker, or None."""
+        slot = Slot(self.rank, self.world_size, number or 0, workers)
         if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
-            self._running = Refused(ConfigError(_LOADED_TOO_LATE))
-            return self._running
+            return NoSamples(ConfigError(_LOADED_TOO_LATE))
         state = self._take_state(number)
         try:
             epoch, is_next = self._epoch_of(state)
             self._check_again(state, epoch, slot)
         except CheckpointMismatch as error:
-            if worker is None:
+            if number is None:
                 raise
-            self._running = Refused(error)  # raised here, it would end the workers only after seconds
-            return self._running
+            return NoSamples(error)  # raised here, it would end the workers only after seconds
         if state is None and self.settings.seed is not None and self._shared.epoch_begins_again(number):
             logger.warning(
                 f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
             )
         if isinstance(self._running, Epoch):
             self._running.check_used(epoch)
-        if worker is None:
+        if number is None:
             self._shared.forget_workers()
         start = None if is_next else state
         if self._index is None or (start is not None and is_stream_state(start)):
-            seed = self.shuffle_seed
-            self._running = StreamEpoch(
-                self.reader, seed, self.settings.sharding, slot, epoch, start, self.transform, self._note_read(number)
-            )
-        else:
-            then = DatasetState.from_json(start) if start is not None else None
-            plan = Plan(self._index.table, self.settings, slot, epoch, then)
-            self._running = Epoch(
-                self._index,
-                plan,
-                self._plain_reader,
-                self.columns,
-                self.transform,
-                self._note_read(number),
-                is_next,
-                self.arrays,
-            )
-        return self._running
+            sharding = self.settings.sharding
+            return StreamEpoch(self.reader, self.shuffle_seed, sharding, slot, epoch, start, self.transform)
+        then = DatasetState.from_json(start) if start is not None else None
+        plan = Plan(self._index.table, self.settings, slot, epoch, then)
+        return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next, self.arrays)
 
     # States --------------------------------------------------------------------------------------------------------
 
@@ -361,9 +348,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         if self._index is None or is_stream_state(state):
             return bool(state.get("ended"))
         return DatasetState.from_json(state).has_ended()
-
-    def _note_read(self, worker: int | None) -> Callable[[], None]:
-        return lambda: self._shared.note_read(worker)
 
 
 def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:

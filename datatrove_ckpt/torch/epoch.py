@@ -187,10 +187,9 @@ class StreamEpoch(Iterator[Any]):
         epoch: int,
         then: State | None,
         transform: Callable[[Any], Any] | None,
-        note_read: Callable[[], None],
     ) -> None:
         self.epoch, self._slot, self._seed = epoch, slot, seed
-        self._transform, self._note_read = transform, note_read
+        self._transform = transform
         self._reader = copy.copy(reader)
         if seed is not None:
             self._reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
@@ -202,12 +201,9 @@ class StreamEpoch(Iterator[Any]):
         if position is not None:
             self._reader.load_state_dict(position)
         self._documents = self._reader.shard(index, count, sharding)
-        self._ended = self._is_used = False
+        self._ended = False
 
     def __next__(self) -> Any:
-        if not self._is_used:
-            self._is_used = True
-            self._note_read()
         try:
             document = next(self._documents)
         except StopIteration:
@@ -271,7 +267,6 @@ class Epoch(Iterator[Any]):
         columns: samples are rows of these columns; None: documents.
         arrays: a sample is a whole batch of such rows: for each column an array.
         transform: makes a sample of such a row or document; None: as it is.
-        note_read: called when the first sample is taken.
         after_end: the state that was loaded is of the end of the epoch before.
 
     Attributes:
@@ -285,14 +280,13 @@ class Epoch(Iterator[Any]):
         reader: SeekingReader,
         columns: Sequence[str] | None,
         transform: Callable[[Any], Any] | None,
-        note_read: Callable[[], None],
         after_end: bool = False,
         arrays: bool = False,
     ) -> None:
         self._index, self._plan, self._reader, self._columns = index, plan, reader, columns
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
         self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
-        self._note_read, self._after_end = note_read, after_end
+        self._after_end = after_end
         self._samples = plan.first
         self._start = plan.state(plan.first, index.state).to_json()
         self._is_used, self._skipped = False, 0
@@ -301,9 +295,7 @@ class Epoch(Iterator[Any]):
         self.rest: Iterator[Any] = found if transform is None else map(transform, found)
 
     def __next__(self) -> Any:
-        if not self._is_used:
-            self._is_used = True
-            self._note_read()
+        self._is_used = True
         return next(self.rest)
 
     def state(self) -> State:

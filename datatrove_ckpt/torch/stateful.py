@@ -32,10 +32,10 @@ else:
 class Handle(Iterator[Any]):
     """What the caller of ``iter()`` gets, so that its dataset sees when nobody has it any more."""
 
-    __slots__ = ("__weakref__", "_next", "_samples", "has_ended")
+    __slots__ = ("__weakref__", "_next", "_note_read", "_samples", "has_ended")
 
-    def __init__(self, samples: Iterator[Any]) -> None:
-        self._samples = samples
+    def __init__(self, samples: Iterator[Any], note_read: Callable[[], None]) -> None:
+        self._samples, self._note_read = samples, note_read
         self._next: Callable[[], Any] | None = None  # before the first sample
         self.has_ended = False
 
@@ -48,6 +48,7 @@ class Handle(Iterator[Any]):
 
     def _first(self) -> Any:
         sample = next(self._samples)
+        self._note_read()
         self._next = getattr(self._samples, "rest", self._samples).__next__
         return sample
 
@@ -58,8 +59,9 @@ class Iterations:
     def __init__(self) -> None:
         self._begun: list[ref[Handle]] = []
 
-    def begin(self, samples: Iterator[Any]) -> Handle:
-        handle = Handle(samples)
+    def begin(self, samples: Iterator[Any], note_read: Callable[[], None] = lambda: None) -> Handle:
+        """``note_read`` is called with the first sample."""
+        handle = Handle(samples, note_read)
         self._begun = [*self._running(), ref(handle)]
         return handle
 
@@ -161,10 +163,10 @@ class StatefulWrapper(_Iterable):
         running: Iteration
         if state is not None and state["finished"]:
             self._shared.note_resumed_at_end(worker[0])
-            running = _Ended(state)
+            running = NoSamples(state=state)
         else:
             again = self._comes_again(state, epoch, worker)
-            running = self._iteration(epoch, worker, state) if again is None else Refused(again)
+            running = self._iteration(epoch, worker, state) if again is None else NoSamples(again)
         self._running = epoch, worker, running
         return self._iterations.begin(running)
 
@@ -248,34 +250,22 @@ class StatefulWrapper(_Iterable):
             )
 
 
-class _Ended(Iterator[Any]):
-    """An iteration that was at its end when its state was saved."""
+class NoSamples(Iterator[Any]):
+    """An iteration that was at its end when its state was saved, or that may not begin.
 
-    finished = True
+    The error comes at the first sample: earlier, a worker could not report it.
+    """
 
-    def __init__(self, state: State) -> None:
-        self._state = {key: state[key] for key in state if key not in _HEAD}
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-    def state(self) -> State:
-        return self._state
-
-
-class Refused(Iterator[Any]):
-    """An iteration that may not begin. It is an error at the first sample: earlier, a worker could not report it."""
-
-    finished = False
-
-    def __init__(self, error: CkptError) -> None:
-        self._error = error
+    def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
+        self.finished = error is None
+        self._error = error or StopIteration()
+        self._state = {key: value for key, value in (state or {}).items() if key not in _HEAD}
 
     def __next__(self) -> Any:
         raise self._error
 
     def state(self) -> State:
-        return {}
+        return self._state
 
 
 _HEAD = ("kind", "version", "options", "epoch", "worker", "place", "finished")

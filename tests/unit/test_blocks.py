@@ -36,7 +36,7 @@ SIZES = [40, 0, 25, 35]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_ROWS", 6)
-    monkeypatch.setattr(block_formats, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(block_formats, "GROUP_BYTES", 1000)
     monkeypatch.setattr(block_formats, "_SKIP_BYTES", 300)
 
 
@@ -177,7 +177,7 @@ ODD = [
 def test_a_row_is_a_line_that_is_not_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, lines: list[bytes]
 ) -> None:
-    monkeypatch.setattr(block_formats, "_GROUP_BYTES", size)
+    monkeypatch.setattr(block_formats, "GROUP_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     found = BlockInput(JsonlReader(tmp_path.as_posix()))

@@ -68,7 +68,7 @@ def epoch(
     index = index_of(reader)
     state = DatasetState.from_json(then) if then else None
     plan = Plan(index.table, settings(**changes), slot, number, state)
-    return Epoch(index, plan, reader, columns, None, lambda: None)
+    return Epoch(index, plan, reader, columns, None)
 
 
 ALONE = Slot(0, 1, 0, 1)

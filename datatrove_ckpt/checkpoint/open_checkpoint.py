@@ -162,7 +162,7 @@ class OpenCheckpoint:
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
-        self._storage.call(lambda: receive(self._files.answers(ordinal)))
+        self._storage.call(lambda: receive(self._files.cache.answers(ordinal)))
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         """Hands an answer over to be written."""

@@ -202,9 +202,13 @@ class RankReporter:
             self._checkpoint.note(self.progress(), *spread)
 
     def _say_why_unknown(self) -> None:
-        if self._source is not None and (why := self._source.why_unknown()):
+        if self._source is not None and self._source.lacks_size:
             self._source = None
-            logger.info(f"Progress is shown without percent and time left: {why}.")
+            logger.info(
+                "Progress is shown without percent and time left: the documents have no position in the input, or it "
+                "does not say how large it is. A single JsonlReader, ParquetReader, IpcReader or "
+                "HuggingFaceDatasetReader of datatrove_ckpt.readers knows both; it takes the same arguments."
+            )
 
     def progress(self) -> history_records.Progress:
         """Where the attempt stands. The checkpoint fills in the rest."""

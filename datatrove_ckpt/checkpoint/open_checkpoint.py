@@ -24,13 +24,13 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
-from datatrove_ckpt.checkpoint.dealt_out import count_reshards
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
+from datatrove_ckpt.checkpoint.job_ledger import count_reshards
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -355,8 +355,7 @@ class CheckpointManager:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             refuse_half_resharded(self.root)
-            tasks = self.identity.fields.get("tasks")
-            reshards = 0 if is_retry else count_reshards(self.root, self.rank, tasks)
+            reshards = 0 if is_retry else count_reshards(self.root, self.rank, self.identity.fields["tasks"])
             claim = RunClaim(folder, self.identity, self.accept_changes, reshards)
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)

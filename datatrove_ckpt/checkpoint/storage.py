@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
-from datatrove_ckpt.process.timed_queue import get_within
+from datatrove_ckpt.process.shutdown import get_within
 
 # With more than this handed over and not written yet, admission waits: a slow disk slows the run and fills no memory.
 MAX_BACKLOG_BYTES = 64 * 2**20

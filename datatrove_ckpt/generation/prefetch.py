@@ -31,8 +31,7 @@ from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state

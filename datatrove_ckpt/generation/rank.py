@@ -45,7 +45,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent, watch_managers
+from datatrove_ckpt.process.parent_watch import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
@@ -63,7 +63,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         preemption.check_time_limit()
         check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
         die_with_parent()
-        watch_managers()
+        note_managers()
         nodes = Nodes.from_environment()
         prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
         with one_rank(preemption.shutdown), gc_tuned():

@@ -34,9 +34,8 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.output.documents import encode_finished, is_plain
-from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.forks import end_fork
-from datatrove_ckpt.process.shutdown import Shutdown, StopState, wait_until_cancelled
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
@@ -126,7 +125,7 @@ class Scheduler:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire()
-                if self.shutdown.state is not StopState.RUNNING:  # the awaits above may not have yielded
+                if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()

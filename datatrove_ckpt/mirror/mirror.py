@@ -45,8 +45,7 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
-from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.process.timed_queue import get_within
+from datatrove_ckpt.process.shutdown import Shutdown, get_within
 from datatrove_ckpt.retrying import failure_line
 
 KEPT_VERSIONS = 3

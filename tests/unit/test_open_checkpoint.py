@@ -85,7 +85,12 @@ def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
 
 def manager(folder: Path, **changes: Any) -> CheckpointManager:
     return CheckpointManager(
-        folder, 0, 2, RunIdentity({"records_per_chunk": 2}), changes.pop("write_chunk", write_chunk), **changes
+        folder,
+        0,
+        2,
+        RunIdentity({"records_per_chunk": 2, "tasks": 1}),
+        changes.pop("write_chunk", write_chunk),
+        **changes,
     )
 
 

@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.shares import Part, Place, Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.readers.inputs import after, between
+from datatrove_ckpt.readers.inputs import between
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
 
 
@@ -183,7 +183,7 @@ class Scanner:
             # One more, because the format says how large the rest of a file is once it has opened it.
             extents = [each for each in (next(documents, None), document) if each is not None]
             reading.check_share()
-        found.rest = self.sized(after(share.parts, found.places[-1]))
+        found.rest = self.sized(between(share.parts, found.places[-1], None))
         read = self._read_of_file(found.places[-1], extents)
         if found.rest and found.places[-1].at:
             found.rest[0] = found.rest[0]._replace(bytes=max(0, int(found.rest[0].bytes - read)))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.lines import is_seconds
@@ -34,19 +33,8 @@ class Seconds(NamedTuple):
 
 
 NO_SECONDS = Seconds()
-_monotonic: Callable[[], float] = time.monotonic
-_wall: Callable[[], float] = time.time
-
-
-@contextmanager
-def stopped() -> Iterator[None]:
-    """Inside the block no time passes, so that tests can compare what attempts write."""
-    global _monotonic, _wall
-    _monotonic = _wall = lambda: 0.0
-    try:
-        yield
-    finally:
-        _monotonic, _wall = time.monotonic, time.time
+# Two names that the ``testing`` package replaces, so that no time passes.
+_monotonic, _wall = time.monotonic, time.time
 
 
 def unix_seconds() -> float:

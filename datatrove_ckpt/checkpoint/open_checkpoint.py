@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.layout import (
     check_files,
     is_finished,
     journal_indices,
-    journal_path,
+    journal_name,
     last_chunk_of,
     rank_folder,
     retry_number,
@@ -53,7 +53,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
+from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
@@ -74,10 +74,8 @@ class OpenCheckpoint:
     Methods belong to the event loop's thread, except those below "any thread". Made by ``CheckpointManager.open``.
     """
 
-    def __init__(
-        self, settings: CheckpointManager, lock: files.Lock, fence: Fence, rank_files: RankFiles, point: ResumePoint
-    ) -> None:
-        self.resumed = point
+    def __init__(self, settings: CheckpointManager, lock: files.Lock, rank_files: RankFiles) -> None:
+        self.resumed = point = rank_files.point
         self.counts = rank_files.counts
         """What all attempts of the rank committed. The storage thread adds to it."""
         self.work = rank_files.work
@@ -99,7 +97,7 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files, lambda: self.on_change())
         self._placement = settings.placement
         self._publisher = Publisher(
-            settings.write_chunk, self._placement, fence, self._commit, self.fail, settings.shutdown
+            settings.write_chunk, self._placement, rank_files.fence, self._commit, self.fail, settings.shutdown
         )
         self._room = DiskRoom(folder)
         self._mirror = settings.mirror
@@ -162,7 +160,7 @@ class OpenCheckpoint:
 
     def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
-        self._storage.call(lambda: receive(self._files.answers(ordinal)))
+        self._storage.call(lambda: receive(self._files.cache.answers(ordinal)))
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         """Hands an answer over to be written."""
@@ -377,7 +375,7 @@ class CheckpointManager:
             rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point)
             rank_files.start_history()
             undo.pop_all()
-        checkpoint = OpenCheckpoint(self, lock, fence, rank_files, point)
+        checkpoint = OpenCheckpoint(self, lock, rank_files)
         checkpoint.start()
         return checkpoint
 
@@ -410,9 +408,6 @@ class CheckpointManager:
 
     def _detach(self) -> None:
         """Without locks, an earlier owner may still have these files open, until it checks the fence."""
-        for chunk_index in journal_indices(self.folder):
-            files.disk.detach(journal_path(self.folder, chunk_index))
-        for suffix in ("", *CACHE_LOGS):
-            files.disk.detach(self.folder / (CACHE + suffix))
-        files.disk.detach(self.folder / COMMITS)
-        files.disk.detach(self.folder / HISTORY)
+        journals = [journal_name(index) for index in journal_indices(self.folder)]
+        for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
+            files.disk.detach(self.folder / name)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datatrove_ckpt import __version__
@@ -34,13 +34,14 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
 
 
+@dataclass(eq=False)
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
@@ -53,15 +54,15 @@ class RankFiles:
         point: what recovery found.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        cache: RequestCache,
-        log: CommitLog,
-        fence: Fence,
-        interval: Interval,
-        point: ResumePoint,
-    ) -> None:
+    folder: Path
+    cache: RequestCache
+    log: CommitLog
+    fence: Fence
+    interval: Interval
+    point: ResumePoint
+
+    def __post_init__(self) -> None:
+        point = self.point
         self.counts = replace(point.counts)
         """What all attempts of the rank committed."""
         self.work = point.work
@@ -75,15 +76,10 @@ class RankFiles:
         """Number of chunks that this process committed."""
         self.unfinished = set(point.cached)
         """Ordinals of documents that have answers and are not finished."""
-        self._folder = folder
-        self._cache = cache
-        self.log = log
-        self._fence = fence
-        self._interval = interval
         self._journals = dict(point.journals)
-        self._dead_letters = files.AppendFile(folder / DEAD_LETTERS)
-        self._history = HistoryLog(folder / HISTORY, fence.number)
-        self._chunks_before = len(log.commits)
+        self._dead_letters = files.AppendFile(self.folder / DEAD_LETTERS)
+        self._history = HistoryLog(self.folder / HISTORY, self.fence.number)
+        self._chunks_before = len(self.log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
@@ -93,23 +89,15 @@ class RankFiles:
         """Closes the files. ``completed``: the rank is finished, so its answers are deleted."""
         try:
             if completed:
-                self._cache.remove()
-            elif self._fence.lost:
-                self._cache.abandon()
+                self.cache.remove()
+            elif self.fence.lost:
+                self.cache.abandon()
             else:
-                self._cache.close()
+                self.cache.close()
         finally:
-            files.disk.close(self._folder)
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Returns the reason for a failed write, which may be a new owner of the rank; else ``error`` itself."""
-        return self._fence.explain(error)
+            files.disk.close(self.folder)
 
     # answers and documents ---------------------------------------------------------------------------------------
-
-    def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
-        """Reads the cached answers of one document."""
-        return self._cache.answers(ordinal)
 
     def write(self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]) -> None:
         """Writes one group: one SQLite transaction, and one write per journal.
@@ -117,10 +105,10 @@ class RankFiles:
         Raises:
             Fenced: another process has taken the rank over.
         """
-        self._fence.check()
+        self.fence.check()
         self._plan_sync()
         if answers:
-            self._cache.put(answers)
+            self.cache.put(answers)
             self.unfinished.update(request.ordinal for request in answers)
         for chunk, group in documents.items():
             journal = self._journal(chunk)
@@ -133,14 +121,14 @@ class RankFiles:
     @property
     def seconds_to_sync(self) -> float | None:
         """Seconds until the next sync is due; None if everything is synced."""
-        if not self._dirty and not self._cache.unsynced and not self._history.unsynced:
+        if not self._dirty and not self.cache.unsynced and not self._history.unsynced:
             return None
         return max(0.0, self._next_sync - time.monotonic())
 
     def _plan_sync(self) -> None:
         """Something is about to be written."""
         if self.seconds_to_sync is None:
-            self._next_sync = time.monotonic() + self._interval.seconds
+            self._next_sync = time.monotonic() + self.interval.seconds
 
     def sync(self) -> None:
         """Everything written so far survives power loss from here on."""
@@ -150,14 +138,14 @@ class RankFiles:
         for journal in self._dirty.values():
             journal.sync()
         self._dirty.clear()
-        self._cache.sync()
+        self.cache.sync()
         self._history.sync()
-        self._interval.took(time.monotonic() - start)
+        self.interval.took(time.monotonic() - start)
 
     def _journal(self, chunk: Chunk) -> ChunkJournal:
         journal = self._journals.get(chunk.index)
         if journal is None:
-            path = journal_path(self._folder, chunk.index)
+            path = journal_path(self.folder, chunk.index)
             journal = self._journals[chunk.index] = ChunkJournal(path, chunk.first_ordinal)
         return journal
 
@@ -175,7 +163,7 @@ class RankFiles:
         Raises:
             Fenced: another process has taken the rank over.
         """
-        self._fence.check(thorough=True)
+        self.fence.check(thorough=True)
         if chunk.dead_letters:
             self._dead_letters.append(bytes(chunk.dead_letters))
             self._dead_letters.sync()
@@ -205,12 +193,12 @@ class RankFiles:
         while self._unbroken in self.log.commits:
             self._unbroken += 1
         if self._unbroken > before:
-            write_last_chunk(last_chunk_of(self._folder), self._unbroken - 1)
+            write_last_chunk(last_chunk_of(self.folder), self._unbroken - 1)
         journal = self._journal(chunk)
         journal.remove()
         del self._journals[chunk.index]
         self._dirty.pop(journal.path, None)
-        self._cache.drop_chunk(chunk.index)
+        self.cache.drop_chunk(chunk.index)
 
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read.
@@ -218,8 +206,8 @@ class RankFiles:
         Raises:
             Fenced: another process has taken the rank over.
         """
-        self._fence.check(thorough=True)
-        files.disk.replace(self._folder / SHARD, sealed_shard(shard))
+        self.fence.check(thorough=True)
+        files.disk.replace(self.folder / SHARD, sealed_shard(shard))
         self._shard_written = True
 
     # history -----------------------------------------------------------------------------------------------------
@@ -235,7 +223,7 @@ class RankFiles:
         Raises:
             Fenced: another process has taken the rank over.
         """
-        self._fence.check(thorough=True)
+        self.fence.check(thorough=True)
         is_done = any(isinstance(record, End) and record.why == "done" for record in records)
         for record in records:
             record.at = record.at or unix_seconds()
@@ -265,22 +253,22 @@ class RankFiles:
         Raises:
             Fenced: another process has taken the rank over.
         """
-        self._fence.check(thorough=True)
+        self.fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
         sizes |= {COMMITS: self.log.size, DEAD_LETTERS: self._dead_letters.size, HISTORY: self._history.size}
-        retried = self._folder / RETRY_INPUT
+        retried = self.folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
         if self._shard_written:  # not before: a snapshot's files only grow, and this one is replaced once
-            sizes[SHARD] = (self._folder / SHARD).stat().st_size
+            sizes[SHARD] = (self.folder / SHARD).stat().st_size
         unfinished = frozenset(self.unfinished)
         generation = self._history.generation
         return Snapshot(
-            run=(self._folder / RUN).read_bytes(),
+            run=(self.folder / RUN).read_bytes(),
             sizes={name: size for name, size in sizes.items() if size},
             unfinished=unfinished,
-            answers=self._cache.answers_since(since, unfinished),
-            last_answer=self._cache.last_answer,
+            answers=self.cache.answers_since(since, unfinished),
+            last_answer=self.cache.last_answer,
             generations={HISTORY: generation},
             is_current=lambda name: name != HISTORY or self._history.generation == generation,
         )

@@ -53,7 +53,6 @@ class ResumePoint:
         counts, work: what all earlier attempts committed.
         finished: the documents that they finished: those in commits and those in journals.
         seconds: what they took, as far as it was written down.
-        dead_letters_size: size of dead_letters.jsonl in bytes after the last commit.
         dead: number of dead letters of earlier attempts, committed or not.
         interrupted: an earlier attempt did not complete, so something is left to do.
         forked: what the rank keeps of the run that it was forked from; None: it is no fork.
@@ -71,7 +70,6 @@ class ResumePoint:
     finished: DocumentCounts = field(default_factory=DocumentCounts)
     work: WorkStats = field(default_factory=WorkStats)
     seconds: Seconds = NO_SECONDS
-    dead_letters_size: int = 0
     dead: int = 0
     interrupted: bool = False
     forked: Forked | None = None
@@ -141,10 +139,7 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.milestones[commit.next_ordinal - 1] = commit.last_input
     point.counts, point.work, point.seconds = sum_work(log.commits.values())
     point.finished.add(point.counts)
-    for commit in log.commits.values():
-        point.dead_letters_size = commit.dead_letters_size
-        if commit.chunk_index >= point.next_chunk:
-            point.done[commit.chunk_index] = commit
+    point.done = {index: commit for index, commit in log.commits.items() if index >= point.next_chunk}
     return point
 
 
@@ -158,8 +153,9 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
     if point.next_chunk and read_last_chunk(last_chunk_of(folder)) != point.next_chunk - 1:
         write_last_chunk(last_chunk_of(folder), point.next_chunk - 1)
     dead_letters = folder / DEAD_LETTERS
-    if dead_letters.exists() and dead_letters.stat().st_size > point.dead_letters_size:
-        files.disk.truncate(dead_letters, point.dead_letters_size)
+    size = max((commit.dead_letters_size for commit in log.commits.values()), default=0)
+    if dead_letters.exists() and dead_letters.stat().st_size > size:
+        files.disk.truncate(dead_letters, size)
 
 
 def uncommitted_journals(

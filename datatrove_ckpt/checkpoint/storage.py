@@ -123,7 +123,7 @@ class StorageThread:
                 self._on_change()
             self._files.sync()
         except BaseException as error:  # every failure here must reach the event loop
-            self.error = self._files.explain(error)
+            self.error = self._files.fence.explain(error)
         self._on_change()
 
     def _work(self) -> bool:

@@ -34,9 +34,7 @@ class Sums:
 
     def count_total(self, n: int, total: int) -> None:
         """Adds ``n`` numbers of which only the total is known, as if they were equal."""
-        self.n += n
-        self.total += total
-        self.squares += total * total // max(n, 1)
+        self.add(Sums(n, total, total * total // max(n, 1)))
 
     def add(self, other: Sums) -> None:
         self.n += other.n

@@ -189,18 +189,11 @@ class DocumentSource:
             return UNKNOWN
         return self._newest[2].reached(self._newest)
 
-    def why_unknown(self) -> str:
-        """Why nobody knows how much of the input is done, as a part of a sentence; "" if that is known, or not yet."""
-        if self._length is None and self._readers.count > 1:
-            return "there are several readers"
-        if self._length is None and self.handed_over and self._newest is None:
-            return (
-                "the documents come from a reader or a step that gives them no position. JsonlReader, ParquetReader, "
-                "IpcReader and HuggingFaceDatasetReader of datatrove_ckpt.readers do, and take the same arguments"
-            )
-        if (newest := self._newest) is not None and self.reached().total is None and not newest[2].is_measuring:
-            return "the input does not say how large it is"
-        return ""
+    @property
+    def lacks_size(self) -> bool:
+        """How much of the input is done is not known, and never will be."""
+        is_measuring = self._newest is not None and self._newest[2].is_measuring
+        return self.handed_over > 0 and self.reached().total is None and not is_measuring
 
     def shard(self) -> State:
         """For ``shard.json``: what was read, as far as that is known, and what the steps before the runner counted.

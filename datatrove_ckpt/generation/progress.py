@@ -81,7 +81,7 @@ class RankReporter:
         self._client: CompletionClient | None = None
         self._source: DocumentSource | None = None
         self._answered_at = time.monotonic()
-        self._spread = Spread(milliseconds=Buckets(), prompt_tokens=Buckets(), completion_tokens=Buckets())
+        self._spread = Buckets(), Buckets(), Buckets()
         self._recent: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()  # of these two: metrics are read in other threads
         checkpoint.last_records = self.last_records
@@ -115,9 +115,8 @@ class RankReporter:
 
     def _sort_recent(self) -> None:
         """Under the lock. Many at once, because most values occur often: so each answer costs little."""
-        spread, (recent, self._recent) = self._spread, (self._recent, [])
-        found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
-        for buckets, values in zip(found, zip(*recent, strict=True), strict=False):
+        recent, self._recent = self._recent, []
+        for buckets, values in zip(self._spread, zip(*recent, strict=True), strict=False):
             for value, times in Counter(values).items():
                 buckets.count(value, times)
 
@@ -202,9 +201,13 @@ class RankReporter:
             self._checkpoint.note(self.progress(), *spread)
 
     def _say_why_unknown(self) -> None:
-        if self._source is not None and (why := self._source.why_unknown()):
+        if self._source is not None and self._source.lacks_size:
             self._source = None
-            logger.info(f"Progress is shown without percent and time left: {why}.")
+            logger.info(
+                "Progress is shown without percent and time left: the documents have no position in the input, or it "
+                "does not say how large it is. A single JsonlReader, ParquetReader, IpcReader or "
+                "HuggingFaceDatasetReader of datatrove_ckpt.readers knows both; it takes the same arguments."
+            )
 
     def progress(self) -> history_records.Progress:
         """Where the attempt stands. The checkpoint fills in the rest."""
@@ -221,9 +224,7 @@ class RankReporter:
         """The histograms now: a copy, because other threads read it later."""
         with self._lock:
             self._sort_recent()
-            spread = self._spread
-            found = spread.milliseconds, spread.prompt_tokens, spread.completion_tokens
-            milliseconds, prompt, completion = (Buckets(buckets) for buckets in found)
+            milliseconds, prompt, completion = map(Buckets, self._spread)
         return Spread(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
 
     def last_records(self, completed: bool) -> Sequence[Record]:

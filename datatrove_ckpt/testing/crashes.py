@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
+from unittest.mock import patch
 
 import xxhash
 
@@ -132,7 +133,8 @@ def assert_same_output_after_crash(
             report.attempts += 1
             _assert_equal(folder / output, expected, crashes)
 
-    with clock.stopped():  # else no two folders would be equal
+    # No time passes: else no two folders would be equal.
+    with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         crash_at_every_effect(fresh, [], 2 if recoveries else 1)
     return report
 

@@ -142,10 +142,7 @@ class Exports:
             end = "done" if completed else "stopped" if self.shutdown.is_requested else "failed"
         finally:
             self._end = end
-            self._tell_end()
-
-    def _tell_end(self) -> None:
-        try:
-            self.stack.close()
-        except Exception as error:
-            logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
+            try:
+                self.stack.close()
+            except Exception as error:
+                logger.warning(f"monitoring: could not be ended: {error_text(error)}.")

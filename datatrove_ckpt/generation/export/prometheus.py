@@ -178,18 +178,18 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
     return Histogram(found, sum(middles) / divisor)
 
 
-class RankMetrics:
+class RankMetrics(NamedTuple):
     """The metrics of some ranks, as prometheus-client's encoders want a registry."""
 
-    def __init__(self, ranks: Iterable[RankNow]) -> None:
-        self._ranks = [
-            (dict(zip(RANK_LABELS, (rank.run, str(rank.rank)), strict=True)), rank.values()) for rank in ranks
-        ]
+    ranks: Iterable[RankNow]
 
     def collect(self) -> Iterator[Family]:
+        ranks = [
+            (dict(zip(RANK_LABELS, (rank.run, str(rank.rank)), strict=True)), rank.values()) for rank in self.ranks
+        ]
         for name, metric in METRICS.items():
             family = Family(name.removesuffix("_total"), metric.help, metric.kind)
-            for rank, known in self._ranks:
+            for rank, known in ranks:
                 values = known.get(name)
                 if isinstance(values, Histogram):
                     for end, count in values.buckets:

@@ -33,6 +33,7 @@ _RANK = r"\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
 _CHUNK = r"\d{5,}"
 _ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
+_NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of each name
 
 FillTemplate = Callable[..., str]
 """datatrove's ``_get_output_filename(document, rank, **fields)``."""
@@ -184,11 +185,21 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
     """
     chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
     numbers = {"rank": rank, "chunk_index": chunk}
-    folder, slash, name = plain(template).rpartition("/")
     seen: set[str] = set()
-    # A writer with max_file_size puts a number in front of each name.
-    text = rf"{_expression(folder + slash, numbers, seen)}(?:\d{{3,}}_)?{_expression(name, numbers, seen)}"
-    return re.compile(text, re.DOTALL)
+
+    def expression(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in numbers:
+            return _NUMBER if name == "" else ".*"
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return f"(?P<{name}>{numbers[name]})"
+
+    folder, slash, name = plain(template).rpartition("/")
+    marked = Template(f"{folder}{slash}\0\0{name}")
+    fields = {field: f"\0{field}\0" for field in marked.get_identifiers()}
+    return re.compile(re.sub("\0(.*?)\0", expression, re.escape(marked.safe_substitute(fields))), re.DOTALL)
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
@@ -197,26 +208,6 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
     retry, _, index = names["chunk_index"].rpartition("_")
     root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
     return (root, int(names.get("rank") or 0)), int(index)
-
-
-def _expression(template: str, numbers: dict[str, str], seen: set[str]) -> str:
-    parts, end = [], 0
-    for match in Template.pattern.finditer(template):
-        parts.append(re.escape(template[end : match.start()]))
-        parts.append(_field(match["named"] or match["braced"], numbers, seen))
-        end = match.end()
-    return "".join([*parts, re.escape(template[end:])])
-
-
-def _field(name: str | None, numbers: dict[str, str], seen: set[str]) -> str:
-    if name is None:
-        return re.escape("$")
-    if name not in numbers:
-        return ".*"
-    if name in seen:
-        return f"(?P={name})"
-    seen.add(name)
-    return f"(?P<{name}>{numbers[name]})"
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:

@@ -19,6 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.errors import InvalidFileName
+from datatrove_ckpt.formatting import safe_repr
 
 STAGING = ".datatrove-ckpt-staging"
 """The hidden folder below a local output folder, and the prefix of probes below a remote one."""
@@ -27,7 +28,6 @@ _OURS = frozenset({"rank", "chunk_index", "id"})
 _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
 _MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
-_SHOWN = 120
 
 _RANK = r"\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
@@ -103,10 +103,10 @@ class FileNames:
                 "needs. Set it in a step before this one or in the rollout, or choose another output_filename."
             ) from error
         if self.fields and (problem := self._problem(document, name)):
-            values = ", ".join(f"{field} = {_short(self._value(document, field))}" for field in self.fields)
+            values = ", ".join(f"{field} = {safe_repr(self._value(document, field))}" for field in self.fields)
             raise InvalidFileName(
                 f"Document {document.id!r}: with its {values}, output_filename {self.template!r} gives the file name "
-                f"{_short(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
+                f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
                 'another output_filename. on_document_error="dead_letter" sets such documents aside.'
             )
         return name
@@ -160,11 +160,6 @@ def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tup
 
 def _odd_parts(name: str) -> int:
     return sum(part in ("", ".", "..") for part in name.split("/"))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def plain(name: str) -> str:

@@ -209,13 +209,13 @@ def _find_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """The schema of a Parquet file; None if it has none that can be read."""
-    import pyarrow.parquet as pq
-
+    """The schema of a Parquet file; None if it has none that can be read, or pyarrow is not installed."""
     try:
+        import pyarrow.parquet as pq
+
         with folder.open(path, "rb") as file:
             return pq.ParquetFile(file).schema_arrow
-    except (OSError, ValueError):
+    except (ImportError, OSError, ValueError):
         return None
 
 

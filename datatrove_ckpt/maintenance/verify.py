@@ -280,19 +280,16 @@ def check_columns(report: Report) -> None:
         for why in misfits(expected, schema):
             one = found.setdefault((first, why.column), _Found(chunk, path, first, why))
             one.more += 1
-            if one.why.as_text and not why.as_text:  # the worse of both
-                one.chunk, one.path, one.why = chunk, path, why
     for one in found.values():
         report.add_problem("columns", _message(one), one.chunk.rank, one.chunk.index, one.path)
 
 
 def _message(one: _Found) -> str:
-    loads = "loads as text" if one.why.as_text else "does not load"
     more = f" So {plural(one.more, 'more file')}." if one.more else ""
     return (
-        f"{one.path} {loads} after {one.first}: column {one.why.column!r} is {one.why.later} there, and "
-        f"{one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start over "
-        "with one for ParquetWriter."
+        f"{one.path} does not load after {one.first}, or as text: column {one.why.column!r} is {one.why.later} there, "
+        f"and {one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start "
+        "over with one for ParquetWriter."
     )
 
 

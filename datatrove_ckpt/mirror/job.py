@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journ
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Seal, Versions, without_seal
+from datatrove_ckpt.mirror.manifests import Manifest, Seal, Versions, without_seal
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import failure_line
 
@@ -198,12 +198,7 @@ def _compare(
 def newest_manifest(url: str) -> Manifest | None:
     """The newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
     mirrored = Versions(url)
-    for version in reversed(mirrored.all_versions()):
-        try:
-            return mirrored.read_manifest(version)
-        except Damaged:
-            continue
-    return None
+    return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 
 def _kept(manifest: Manifest) -> KeptRun:

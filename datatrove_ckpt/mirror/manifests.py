@@ -28,9 +28,9 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import orjson
 import xxhash
@@ -53,6 +53,8 @@ from datatrove_ckpt.checkpoint.versions import WRITTEN_BY, check_format
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
+
+T = TypeVar("T")
 
 _LEAST_CHARACTERS = 16
 _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
@@ -155,29 +157,25 @@ _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 @dataclass(frozen=True, order=True)
 class _Numbered:
+    kind: ClassVar[str]
     number: int
     nonce: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.kind}-{self.number:08d}-{self.nonce}.json"
 
 
 class Version(_Numbered):
     """Names one version of the checkpoint. Numbers grow from version to version, and from owner to owner."""
 
-    @property
-    def file(self) -> str:
-        return f"generation-{self.number:08d}-{self.nonce}.json"
+    kind = "generation"
 
 
 class Ownership(_Numbered):
     """Names the object by which a process owns the mirror. The largest number wins, then the largest nonce."""
 
-    @classmethod
-    def after(cls, others: list[Ownership], nonce: str) -> Ownership:
-        """An ownership that wins against all the others."""
-        return cls(1 + max((other.number for other in others), default=0), nonce)
-
-    @property
-    def file(self) -> str:
-        return f"claim-{self.number:08d}-{self.nonce}.json"
+    kind = "claim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +342,8 @@ class Versions:
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
         found = [match for match in map(_NAME.fullmatch, self._store.names()) if match]
-        ownerships = sorted(Ownership(int(match[2]), match[3]) for match in found if match[1] == "claim")
-        return ownerships, sorted(Version(int(match[2]), match[3]) for match in found if match[1] == "generation")
+        ownerships = sorted(Ownership(int(match[2]), match[3]) for match in found if match[1] == Ownership.kind)
+        return ownerships, sorted(Version(int(match[2]), match[3]) for match in found if match[1] == Version.kind)
 
     def all_versions(self) -> list[Version]:
         """Oldest first."""
@@ -360,31 +358,36 @@ class Versions:
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
-    def read_manifest(self, version: Version) -> Manifest:
-        """For cleaning up: whoever can write to the mirror may have made it. See ``read_trusted``.
+    def newest(self, versions: list[Version], use: Callable[[Version], T], problems: list[str]) -> T | None:
+        """What ``use`` returns for the newest version that is not damaged; None if all are.
 
-        Raises:
-            Damaged: it is missing or damaged.
+        Args:
+            problems: gets what is wrong with the newer ones.
         """
-        return Manifest.from_json(without_seal(self._read_body(version)), f"{self.url}/{version.file}")
+        for version in reversed(versions):
+            try:
+                return use(version)
+            except Damaged as damage:
+                problems.append(f"version {version.number} ({version.file}): {damage}")
+        return None
 
-    def read_trusted(self, version: Version) -> Manifest:
-        """Checks the seal first.
+    def read_manifest(self, version: Version, trusted: bool = False) -> Manifest:
+        """Whoever can write to the mirror may have made it.
+
+        Args:
+            trusted: check the seal first, because what it says is restored.
 
         Raises:
             Damaged: it is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
             VersionMismatch: a newer version of this program wrote it. Older ones than it lack work, so none is tried.
         """
-        body = self._read_body(version)
-        self._seal.check(version.file, body)
-        return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
-
-    def _read_body(self, version: Version) -> bytes:
         body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
             raise Damaged("its manifest is damaged")
-        return body
+        if trusted:
+            self._seal.check(version.file, body)
+        return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
         """Completes the version. Its objects must have been written before."""

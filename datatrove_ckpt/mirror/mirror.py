@@ -124,7 +124,8 @@ class Uploads:
     def _take_ownership(self) -> None:
         """Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
-        self._ownership = self._ownership or Ownership.after(ownerships, self._nonce)
+        if self._ownership is None:
+            self._ownership = Ownership(1 + max((other.number for other in ownerships), default=0), self._nonce)
         with needs_bucket(self._versions.url):
             self._versions.write_ownership(self._ownership, self._run["owner"])
         if not versions:

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_shares
-from datatrove_ckpt.mirror.manifests import Damaged, Manifest, Version, Versions
+from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import failure_line
 
@@ -83,20 +83,18 @@ class MirrorReader:
 
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored, known = Versions(f"{self.url}/{name}"), self.ranks.get(name)
-        versions, problems = mirrored.all_versions(), []
-        for version in reversed(versions):
-            if known is not None and version == known.version:
-                return None
-            try:
-                manifest = mirrored.read_trusted(version) if self._trusted else mirrored.read_manifest(version)
-                self._write(mirrored, manifest, self._folder / name)
-            except Damaged as damage:
-                problems.append(f"version {version.number} ({version.file}): {damage}")
-                continue
+        newer = [version for version in mirrored.all_versions() if known is None or version > known.version]
+        problems = list[str]()
+
+        def copy(version: Version) -> CopiedRank:
+            manifest = mirrored.read_manifest(version, self._trusted)
+            self._write(mirrored, manifest, self._folder / name)
             return CopiedRank(version, _unix_seconds(manifest.when))
-        if not problems:
-            return None
-        raise CheckpointCorrupt(f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems))
+
+        copied = mirrored.newest(newer, copy, problems)
+        if copied is None and problems and known is None:
+            raise CheckpointCorrupt(f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems))
+        return copied
 
     def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

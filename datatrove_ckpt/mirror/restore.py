@@ -120,7 +120,7 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be restored.
     """
     try:
-        mirrored.read_trusted(version)
+        mirrored.read_manifest(version, trusted=True)
     except Damaged:
         return
     except CheckpointCorrupt as error:
@@ -175,20 +175,20 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
     Raises:
         CheckpointCorrupt: no version is complete.
     """
-    problems = []
-    for version in reversed(versions):
-        try:
-            manifest = mirrored.read_trusted(version)
-            _download(mirrored, manifest, versions, staging)
-        except Damaged as damage:
-            problems.append(f"version {version.number} ({version.file}): {damage}")
-            continue
+    problems = list[str]()
+
+    def build(version: Version) -> tuple[Version, Manifest]:
+        manifest = mirrored.read_manifest(version, trusted=True)
+        _download(mirrored, manifest, versions, staging)
+        return version, manifest
+
+    if (built := mirrored.newest(versions, build, problems)) is not None:
         if problems:
             logger.warning(
-                f"Using version {version.number} of {manifest.when} from the mirror {mirrored.url}, because newer ones "
-                f"are damaged: {'; '.join(problems)}. What is newer than it is requested again."
+                f"Using version {built[0].number} of {built[1].when} from the mirror {mirrored.url}, because newer "
+                f"ones are damaged: {'; '.join(problems)}. What is newer than it is requested again."
             )
-        return version, manifest
+        return built
     if not mirrored.list_objects():
         # Only the first version is written before any object, and it is empty. A kill has torn its manifest.
         logger.warning(f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from nothing.")

@@ -236,13 +236,11 @@ class Misfit:
         column: a path as in ``metadata.scores[]``.
         first: its type in the first file, ``missing`` or ``without a value``.
         later: its type in the later file, or ``without a value``.
-        as_text: both load as one, but the values of the later file, which are no texts, load as texts.
     """
 
     column: str
     first: str
     later: str
-    as_text: bool = False
 
 
 def warning(found: list[Misfit], chunk_index: int) -> str:
@@ -250,12 +248,10 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
     )
-    said = [f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file"]
-    if any(not one.as_text for one in found):
-        said.append("so the dataset may not load as one")
-    if texts := [repr(one.column) for one in found if one.as_text]:
-        said.append(f"so the values of {', '.join(texts)} load as texts")
-    return f"{', '.join(said)}. {SCHEMA_ADVICE}."
+    return (
+        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so the dataset may not "
+        f"load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
+    )
 
 
 def misfits(first: Schema, later: Schema) -> list[Misfit]:
@@ -283,7 +279,7 @@ def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
             yield Misfit(column, str(old), no_value)
     elif empty:
         if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
-            yield Misfit(column, no_value, str(new), as_text=_reads_as_text(new))
+            yield Misfit(column, no_value, str(new))
     elif pa.types.is_struct(old) and pa.types.is_struct(new):
         keys = {field.name: field for field in old}
         for field in new:
@@ -314,24 +310,11 @@ def _takes_empty_text(kind: Any) -> bool:
     """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
     import pyarrow as pa
 
-    return _converts(pa.string(), kind) and not pa.types.is_nested(kind)
-
-
-def _reads_as_text(kind: Any) -> bool:
-    """Whether a loader converts values of the type to text. Bytes are no text, and lists none either."""
-    import pyarrow as pa
-
-    return _converts(kind, pa.string()) and not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
-
-
-def _converts(kind: Any, other: Any) -> bool:
-    import pyarrow as pa
-
     try:
-        pa.nulls(1, kind).cast(other)
+        pa.nulls(1, pa.string()).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         return False
-    return True
+    return not pa.types.is_nested(kind)
 
 
 class RankColumns:

@@ -69,8 +69,9 @@ def encode(document: Document) -> bytes:
         return dump(document_fields(document), _refuse)
     except Exception as error:  # a user's ``__repr__`` may raise anything
         awaited = " Was `await` forgotten?" if "coroutine" in safe_text(error) else ""
+        name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
-            f"Document {_id_of(document)} holds a value that cannot be kept: {safe_text(error)}.{awaited} The rollout, "
+            f"Document {name} holds a value that cannot be kept: {safe_text(error)}.{awaited} The rollout, "
             "and the steps before it, may use JSON values, dates, bytes and numpy values. What else the document held "
             "as it was read, such as an image, the rollout must remove before it returns."
         ) from error
@@ -129,17 +130,9 @@ def document_fields(document: Document) -> dict[str, object]:
     if not isinstance(document.metadata, dict):
         raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
     media = document.media
-    if media is not None and not (isinstance(media, list) and (not media or _are_media(media))):
+    if media is not None and not (isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)):
         raise TypeError("its media is no list of Media")
     return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
-
-
-def _are_media(parts: list[object]) -> bool:
-    return all(isinstance(part, Media | dict) for part in parts)
-
-
-def _id_of(document: Document) -> str:
-    return safe_repr(getattr(document, "id", None))
 
 
 def _after_text(text: object) -> int:
@@ -310,7 +303,7 @@ def _refuse(value: object) -> NoReturn:
     if isinstance(value, np.ndarray):
         raise NoForm(f"a numpy array of type {value.dtype}")
     cause = value if isinstance(value, BaseException) else None
-    raise NoForm(f"{_shorten(value)} of type {type(value).__qualname__}") from cause
+    raise NoForm(f"{safe_repr(value)} of type {type(value).__qualname__}") from cause
 
 
 def as_plain(value: object) -> object:
@@ -346,11 +339,6 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
             except NoForm:
                 return None
     return None
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:

@@ -173,30 +173,27 @@ class HubFolder:
         """The folder of this name in it; "": itself."""
         return replace(self, path=self.full_name(name)) if name else self
 
-    def files(self, revision: str | None = None) -> dict[str, HubFile]:
+    def files(self) -> dict[str, HubFile]:
         """Lists all files below the folder, by their names in it. A folder that does not exist holds none.
-
-        Args:
-            revision: look at this commit instead of the branch.
 
         Raises:
             OSError: the hub cannot be reached, or refuses (no such repository, no permission).
         """
         try:
-            return dict(self._listed(revision))
+            return dict(self._listed())
         except Exception as error:
             if not _is_missing_entry(error):
                 raise
             return {}
 
-    def _listed(self, revision: str | None) -> Iterator[tuple[str, HubFile]]:
+    def _listed(self) -> Iterator[tuple[str, HubFile]]:
         start = f"{self.path}/" if self.path else ""
         entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
         if self.is_bucket:
             entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
         else:
             entries = self.api().list_repo_tree(
-                self.repo, self.path or None, recursive=True, revision=revision or self.revision, repo_type=self.kind
+                self.repo, self.path or None, recursive=True, revision=self.revision, repo_type=self.kind
             )
         for entry in entries:
             if _is_file(entry) and entry.path.startswith(start):

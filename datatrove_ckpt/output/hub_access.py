@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -113,17 +114,18 @@ class _Refused(PermissionError):
     """A user must act. An ``OSError``, because calls into libraries end with these only."""
 
 
+@dataclass
 class _Access:
-    """The questions about one folder."""
+    """The questions about one folder. The attributes are arguments of ``check_access``."""
 
-    def __init__(
-        self, folder: HubFolder, private: bool | None, make: bool, committed: Callable[[], int] | None
-    ) -> None:
-        self._folder = folder
-        self._private = private
-        self._make = make
-        self._count_committed = committed
-        self._where = folder.url
+    _folder: HubFolder
+    _private: bool | None
+    _make: bool
+    _count_committed: Callable[[], int] | None
+
+    @property
+    def _where(self) -> str:
+        return self._folder.url
 
     def ask(self) -> str:
         from huggingface_hub import constants, get_token

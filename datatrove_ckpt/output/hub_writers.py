@@ -47,20 +47,16 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
             "a chunk could not be published in one step. Derive it from ParquetWriter, with an output_folder on the "
             "hub: hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
         )
-    if hasattr(writer, "bucket"):
-        return _for_bucket(writer)
-    folder = HubFolder("dataset", _owned(writer.dataset), writer.revision)
-    return _take_over(writer, HuggingFaceDatasetWriter, folder)
-
-
-def _for_bucket(writer: DiskWriter) -> DiskWriter:
+    if not hasattr(writer, "bucket"):
+        return _take_over(
+            writer, HuggingFaceDatasetWriter, HubFolder("dataset", _owned(writer.dataset), writer.revision)
+        )
     if writer.overwrite:
         raise ConfigError(
             "output_writer: overwrite=True would delete what earlier attempts of this run have written. Delete the "
             "bucket's files yourself before the first start, and leave overwrite out."
         )
-    folder = HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix)
-    return _take_over(writer, HuggingFaceBucketWriter, folder)
+    return _take_over(writer, HuggingFaceBucketWriter, HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix))
 
 
 def _owned(name: str) -> str:

@@ -167,16 +167,14 @@ def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dic
 def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:
     base, start = posixpath.split(head)
     find = getattr(folder.fs, "_find", folder.fs.find)
-    options = {"prefix": (_NUMBER if numbered else "") + start} if start and _takes_prefix(find) else {}
+    options = {}
+    if start and "prefix" in inspect.signature(find).parameters:
+        options["prefix"] = (_NUMBER if numbered else "") + start
     try:
         listed = folder.find(base, detail=True, **options)
     except FileNotFoundError:
         return {}
     return {path: info.get("size") for path, info in listed.items() if info["type"] != "directory"}
-
-
-def _takes_prefix(find: object) -> bool:
-    return callable(find) and "prefix" in inspect.signature(find).parameters
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.errors import InvalidFileName
+from datatrove_ckpt.formatting import safe_repr
 
 STAGING = ".datatrove-ckpt-staging"
 """The hidden folder below a local output folder, and the prefix of probes below a remote one."""
@@ -27,12 +28,12 @@ _OURS = frozenset({"rank", "chunk_index", "id"})
 _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
 _MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
-_SHOWN = 120
 
 _RANK = r"\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
 _CHUNK = r"\d{5,}"
 _ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
+_NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of each name
 
 FillTemplate = Callable[..., str]
 """datatrove's ``_get_output_filename(document, rank, **fields)``."""
@@ -102,10 +103,10 @@ class FileNames:
                 "needs. Set it in a step before this one or in the rollout, or choose another output_filename."
             ) from error
         if self.fields and (problem := self._problem(document, name)):
-            values = ", ".join(f"{field} = {_short(self._value(document, field))}" for field in self.fields)
+            values = ", ".join(f"{field} = {safe_repr(self._value(document, field))}" for field in self.fields)
             raise InvalidFileName(
                 f"Document {document.id!r}: with its {values}, output_filename {self.template!r} gives the file name "
-                f"{_short(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
+                f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
                 'another output_filename. on_document_error="dead_letter" sets such documents aside.'
             )
         return name
@@ -161,11 +162,6 @@ def _odd_parts(name: str) -> int:
     return sum(part in ("", ".", "..") for part in name.split("/"))
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 def plain(name: str) -> str:
     """The name without parts such as "." in it, as a listing has it."""
     found = posixpath.normpath(name)
@@ -184,11 +180,21 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
     """
     chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
     numbers = {"rank": rank, "chunk_index": chunk}
-    folder, slash, name = plain(template).rpartition("/")
     seen: set[str] = set()
-    # A writer with max_file_size puts a number in front of each name.
-    text = rf"{_expression(folder + slash, numbers, seen)}(?:\d{{3,}}_)?{_expression(name, numbers, seen)}"
-    return re.compile(text, re.DOTALL)
+
+    def expression(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in numbers:
+            return _NUMBER if name == "" else ".*"
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return f"(?P<{name}>{numbers[name]})"
+
+    folder, slash, name = plain(template).rpartition("/")
+    marked = Template(f"{folder}{slash}\0\0{name}")
+    fields = {field: f"\0{field}\0" for field in marked.get_identifiers()}
+    return re.compile(re.sub("\0(.*?)\0", expression, re.escape(marked.safe_substitute(fields))), re.DOTALL)
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
@@ -197,26 +203,6 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
     retry, _, index = names["chunk_index"].rpartition("_")
     root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
     return (root, int(names.get("rank") or 0)), int(index)
-
-
-def _expression(template: str, numbers: dict[str, str], seen: set[str]) -> str:
-    parts, end = [], 0
-    for match in Template.pattern.finditer(template):
-        parts.append(re.escape(template[end : match.start()]))
-        parts.append(_field(match["named"] or match["braced"], numbers, seen))
-        end = match.end()
-    return "".join([*parts, re.escape(template[end:])])
-
-
-def _field(name: str | None, numbers: dict[str, str], seen: set[str]) -> str:
-    if name is None:
-        return re.escape("$")
-    if name not in numbers:
-        return ".*"
-    if name in seen:
-        return f"(?P={name})"
-    seen.add(name)
-    return f"(?P<{name}>{numbers[name]})"
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:

@@ -126,17 +126,13 @@ class LocalTarget(Target):
             return not final.exists() or filecmp.cmp(staged, final, shallow=False)
 
     def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
-        published = [self._rename(path, name) for name, path in staged.items()]
-        for folder in dict.fromkeys(path.parent for path in published):  # that the names survive a power loss
+        for name, path in staged.items():
+            files.disk.make_dirs((self._folder / name).parent)
+            files.disk.rename(path, self._folder / name)
+        for folder in dict.fromkeys((self._folder / name).parent for name in staged):  # names survive a power loss
             files.disk.sync_dir(folder)
         files.disk.remove_tree(staging)
         return {}
-
-    def _rename(self, staged: Path, name: str) -> Path:
-        final = self._folder / name
-        files.disk.make_dirs(final.parent)
-        files.disk.rename(staged, final)
-        return final
 
 
 class RemoteTarget(Target):

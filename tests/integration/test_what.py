@@ -94,7 +94,7 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, com
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     versions = Versions(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
-    manifest = versions.read_trusted(newest)
+    manifest = versions.read_manifest(newest)
     line = Start(at=time.time(), attempt=99, host="node7", pid=42).to_line()
     parts = [versions.put_object(f"{newest.nonce}-999999", line)]
     running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)

@@ -81,12 +81,7 @@ def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[s
 def test_all_misfits_are_found_also_inside_dicts_and_lists(tmp_path: Path) -> None:
     first = schema_of(tmp_path, {"a": None, "b": [{"c": 1, "d": None}]})
     later = schema_of(tmp_path, {"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
-    assert [(one.column, one.as_text) for one in misfits(first, later)] == [
-        ("c.a", True),
-        ("c.b[].c", False),
-        ("c.b[].d", False),
-        ("c.e", False),
-    ]
+    assert [one.column for one in misfits(first, later)] == ["c.a", "c.b[].c", "c.b[].d", "c.e"]
 
 
 def test_any_two_types_are_united_in_either_order_or_in_none(tmp_path: Path) -> None:

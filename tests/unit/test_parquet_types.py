@@ -207,11 +207,11 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(
     written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
     said = "".join(log)
     assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
-    assert "may not load as one, so the values of 'c.n' load as texts." in said
+    assert "may not load as one, or values load as texts that are none." in said
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
     found = " ".join(capsys.readouterr().out.split())
-    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet: column"
-    assert f"{second} loads as text after {first} 'c.n' is int64 there, and without a value in the first" in found
+    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet, or as text: column"
+    assert f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first" in found
     assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
     assert "'c.t'" not in found
 
@@ -232,7 +232,10 @@ def test_verify_names_both_files_and_the_column(
     capsys.readouterr()
     assert main([*command, "--full"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet: column 'c' is double" in said
+    assert (
+        "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet, or as text: column 'c' is double"
+        in said
+    )
     assert said.count("does not load after") == 1
     assert "So 1 more file." in said
 

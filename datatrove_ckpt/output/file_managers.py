@@ -141,6 +141,18 @@ class _RemoteStream(_OutputStream):
                 self._raw.discard()
             self._raw.closed = True  # closing it would publish it
         super().abandon()
+        self._remove_copy()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._remove_copy()
+
+    def _remove_copy(self) -> None:
+        """The hub's file system writes to a copy in the temporary folder, and keeps it after an error."""
+        if (copy := getattr(self._raw, "temp_file", None)) is not None:
+            Path(copy.name).unlink(missing_ok=True)
 
 
 def _compressed(file: io.BufferedIOBase, filename: str, compression: str | None) -> io.BufferedIOBase:

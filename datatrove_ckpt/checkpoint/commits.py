@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Took
-from datatrove_ckpt.checkpoint.layout import retry_number
+from datatrove_ckpt.checkpoint.layout import COMMITS, retry_number
 from datatrove_ckpt.checkpoint.lines import (
     BODY_AT,
     Json,
@@ -192,7 +192,7 @@ class Commit:
         position: the reader's state right after the chunk's last document; None if the reader has no state.
         last_input: fingerprint of that document, by which a resumed rank notices another input.
         dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
-        work: what its documents took; only totals if an earlier release made the commit.
+        work: what its documents took, as ``WorkStats.to_json`` gives it: it is read where it is summed up.
         seconds: what the rank took until then; zeros if an earlier release made the commit.
         at: when, in Unix seconds; 0 if an earlier release made the commit.
     """
@@ -204,7 +204,7 @@ class Commit:
     position: Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
-    work: WorkStats = field(default_factory=WorkStats)
+    work: Json = field(default_factory=lambda: WorkStats().to_json())
     seconds: Seconds = NO_SECONDS
     at: float = 0.0
 
@@ -217,9 +217,10 @@ class Commit:
         """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
         data = orjson.loads(body)
         counts = DocumentCounts(**data.pop("tally"))
-        counts.answers, counts.cut_off, counts.empty = data.get("work", {}).get(ENDS, (0, 0, 0))
+        if "work" not in data:  # an earlier release made the commit
+            data["work"] = counts.unsplit().to_json()
+        counts.answers, counts.cut_off, counts.empty = data["work"].pop(ENDS, (0, 0, 0))
         data["files"] = [OutputFile(**file) for file in data["files"]]
-        data["work"] = WorkStats.from_json(data["work"]) if "work" in data else counts.unsplit()
         data["seconds"] = Seconds.from_json(data.get("seconds", ()))
         commit = cls(counts=counts, **data)
         commit._check()
@@ -248,7 +249,7 @@ class Commit:
         """
         fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
         ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
-        fields |= {"work": self.work.to_json() | {ENDS: ends}, "seconds": list(self.seconds)}
+        fields |= {"work": self.work | {ENDS: ends}, "seconds": list(self.seconds)}
         return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
 
 
@@ -313,10 +314,20 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
 
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
-    """What the documents of a rank's commits are and took, and what the rank took until the last of them."""
+    """What the documents of a rank's commits are and took, and what the rank took until the last of them.
+
+    Raises:
+        CheckpointCorrupt: a line of another version.
+    """
     work, seconds = WorkStats(), NO_SECONDS
     for commit in commits:
-        work.add(commit.work)
+        try:
+            work.add(WorkStats.from_json(commit.work))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointCorrupt(
+                f"What chunk {commit.chunk_index} took is not known to this version of the program ({error!r}). Use "
+                f"the version that wrote its line of {COMMITS}, or restore the file from a copy."
+            ) from error
         seconds = seconds.or_later(commit.seconds)
     return sum_counts(commit.counts for commit in commits), work, seconds
 

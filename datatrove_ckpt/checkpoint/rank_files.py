@@ -186,7 +186,7 @@ class RankFiles:
                 position=chunk.position(),
                 last_input=chunk.last_input,
                 dead_letters_size=self._dead_letters.size,
-                work=published.work,
+                work=published.work.to_json(),
                 seconds=seconds,
                 at=unix_seconds(),
             )

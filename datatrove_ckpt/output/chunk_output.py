@@ -141,7 +141,7 @@ class ChunkOutput:
                 self._check.refuse_strangers(commits, found, not self._unpublished.exists(), self._retry)
             self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
-                self._taken = {plain(one.path): (one.root, one.chunk_index) for one in commits.files}
+                self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
             files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
         self._target.is_first = self._unpublished.exists()

@@ -42,7 +42,7 @@ _TO_DELETE = 20
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file that a commit names. ``root``: the folder of the retry that wrote it, or "".
+    """A file that a commit names, with its plain path. ``root``: the folder of the retry that wrote it, or "".
 
     It lacks the hash of the content, which is not needed: a job may have millions of files.
     """
@@ -100,7 +100,7 @@ class RankCommits:
             raise found.damage
         for commit in found.commits.values():
             for file in commit.files:
-                known = (file.path, file.size, "", file.hub_hash)
+                known = (plain(file.path), file.size, "", file.hub_hash)
                 self.files.append(CommittedFile(*known, found.root, self.rank, commit.chunk_index))
         if not found.root:
             self.has_run, self.is_finished = bool(found.run), found.is_finished
@@ -162,8 +162,17 @@ class OutputCheck:
 
         Raises:
             OSError: it cannot be listed.
+            OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
         """
-        committed = {plain(one.path) for rank_commits in commits for one in rank_commits.files}
+        committed: dict[str, CommittedFile] = {}
+        for one in (one for rank_commits in commits for one in rank_commits.files):
+            if (other := committed.setdefault(one.path, one)) is not one:
+                raise OutputMismatch(
+                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
+                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
+                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
+                    "logging_dir, and start again."
+                )
         found = list_output(self.writer, committed, rank, others)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
@@ -205,23 +214,6 @@ class OutputCheck:
                 f"all files to the new folder first, then: datatrove-ckpt relocate {shlex.quote(str(self.root))} "
                 f"--output {shlex.quote(self.where)}."
             )
-
-    def refuse_shared(self, commits: Iterable[RankCommits]) -> None:
-        """Refuses two commits that name one file: one of them has overwritten the other's documents.
-
-        Raises:
-            OutputMismatch: naming the first such file, and both commits.
-        """
-        owners: dict[str, CommittedFile] = {}
-        for one in (one for rank_commits in commits for one in rank_commits.files):
-            other = owners.setdefault(plain(one.path), one)
-            if other is not one:
-                raise OutputMismatch(
-                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
-                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
-                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
-                    "logging_dir, and start again."
-                )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "", started: bool = False) -> None:
         """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.

@@ -266,7 +266,6 @@ def check_output_of_run(
     except CommitsDamaged as error:
         raise CommitsDamaged(error.path, error.what, logging_dir) from None
     found = _look(check, commits.values(), patience_seconds)
-    check.refuse_shared(commits.values())
     check.refuse_lost(commits.values(), found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.

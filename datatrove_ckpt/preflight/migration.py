@@ -209,7 +209,7 @@ class Migration:
         writer = self._step.output_writer
         pattern = output_pattern(writer.output_filename.template, any_writer=True, rank=f"{rank:05d}")
         found: dict[int, list[str]] = {}
-        for name in sorted(list_output(writer, (), rank).sizes):
+        for name in sorted(list_output(writer, {}, rank).sizes):
             if (match := pattern.fullmatch(name)) is not None:
                 (retry, number), chunk = rank_and_chunk(match)
                 if not retry and number == rank and ".." not in name.split("/"):

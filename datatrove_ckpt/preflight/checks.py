@@ -26,6 +26,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.formatting import byte_size, duration, error_text
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
@@ -77,6 +78,14 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
         yield Finding("problem", "checked", f"this could not be checked: {error_text(error)}.", subject)
 
 
+def tried(what: str, check: Callable[[], str]) -> Finding:
+    """What one check says, or why it fails."""
+    try:
+        return Finding("ok", what, check())
+    except CkptError as error:
+        return Finding("problem", what, str(error))
+
+
 @dataclass(frozen=True)
 class Need:
     """The space that a folder must have at one time.
@@ -107,32 +116,24 @@ def check_checkpoints(
     folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
 ) -> Iterator[Finding]:
     """Checks ``checkpoints_local_dir``. ``moves``: a task may restart on another node."""
-
-    def check() -> Iterator[Finding]:
-        yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
-        yield _check_kind(file_system(folder), mirrored, moves)
-        yield check_room(folder, need)
-        yield from _check_ranks(folder)
-
-    yield from _answered(folder, check())
+    yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
+    yield _check_kind(file_system(folder), mirrored, moves)
+    yield check_room(folder, need)
+    yield from _check_ranks(folder)
 
 
 def check_local_output(folder: Path, template: str, need: Need, moves: bool = False) -> Iterator[Finding]:
     """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
-
-    def check() -> Iterator[Finding]:
-        yield from _try_locally(folder, partial(_check_staging, folder, template))
-        kind = file_system(folder)
-        if not kind.lasts:
-            yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
-        elif moves and not kind.shared:
-            yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-        yield check_room(folder, need)
-
-    yield from _answered(folder, check())
+    yield from _try_locally(folder, partial(_check_staging, folder, template))
+    kind = file_system(folder)
+    if not kind.lasts:
+        yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
+    elif moves and not kind.shared:
+        yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    yield check_room(folder, need)
 
 
-def _answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
+def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
     """Runs a check with a time limit: on a network file system without its server every call blocks."""
     try:
         return within(REMOTE_SECONDS, lambda: list(check), str(folder))
@@ -326,10 +327,8 @@ def check_remote(folder: DataFolder, deletes: bool = False) -> Iterator[Finding]
 
 def commits_each_write(folder: DataFolder) -> bool:
     """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
-    protocol = folder.fs.protocol
-    return "hf" in ((protocol,) if isinstance(protocol, str) else protocol) and not str(folder.path).removeprefix(
-        "hf://"
-    ).startswith("buckets/")
+    hub = HubFolder.of(folder)
+    return hub is not None and not hub.is_bucket
 
 
 def within(seconds: float, function: Callable[[], T], place: str) -> T:

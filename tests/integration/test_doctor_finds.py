@@ -235,7 +235,8 @@ def test_the_whole_output_is_estimated_from_the_input_and_compared_with_the_disk
     free = [10**12]
 
     def statvfs(path: Any) -> Any:
-        return type("Status", (), {"f_bavail": free[0], "f_frsize": 1, "f_files": 0, "f_favail": 0})
+        other = dict.fromkeys(("f_bfree", "f_blocks", "f_files", "f_favail"), 0)
+        return type("Status", (), {"f_bavail": free[0], "f_frsize": 1, **other})
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     state, text = found()["output, space"]

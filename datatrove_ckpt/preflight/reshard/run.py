@@ -12,7 +12,6 @@ from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import (
@@ -305,8 +304,12 @@ class _Reshard:
             plan.moved += close_gaps(each, staging)
             if not own[task].has_started:
                 plan.started[task] = rank
-        with_journals = [rank for rank in plan.retired if ranks[rank].point.journals]
-        plan.unfinished = unfinished_files(self._runner.output_writer, self._root, with_journals)
+        # Files of their open chunks, published before a kill: these documents go to other tasks, and to other files.
+        commits = [RankCommits(self._root, rank, []) for rank in plan.retired if ranks[rank].point.journals]
+        if commits:
+            check = OutputCheck(self._runner.output_writer, self._root)
+            found = check.look(commits)
+            plan.unfinished = [name for each in commits for name in check.unfinished_files(each, found)]
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())
@@ -406,26 +409,6 @@ def check_retries(root: Path) -> None:
                     f"reshard: the retry of dead letters in {folder / f'{rank:05d}'} is not finished. Finish it first, "
                     "with --retry-dead-letters."
                 )
-
-
-# Output of chunks that were not committed -----------------------------------------------------------------------------
-#
-# Files of ranks that there will be no more, published before a kill. Such a rank would publish them again, under the
-# same names. Now its documents go to another rank, which writes them into files of its own.
-
-
-def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
-    """The files of chunks of these ranks that have a journal.
-
-    Raises:
-        OSError: the folder cannot be listed.
-    """
-    if not ranks:
-        return []
-    commits = [RankCommits(root, rank, []) for rank in ranks]
-    check = OutputCheck(writer, root)
-    found = check.look(commits)
-    return [name for rank in commits for name in check.unfinished_files(rank, found)]
 
 
 # Dealing out ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -28,7 +28,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
@@ -85,8 +85,7 @@ class RankCommits:
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
         self.has_run = self.is_finished = False
-        self._without_files: set[int] = set()
-        self._chunks: set[int] | None = None  # made when it is asked for: a job has millions
+        self._read = read
         self.unfinished: set[tuple[str, int]] = set()
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
             if (folder := rank_folder(checkpoint, rank)).is_dir():
@@ -104,14 +103,12 @@ class RankCommits:
                 self.files.append(CommittedFile(*known, found.root, self.rank, commit.chunk_index))
         if not found.root:
             self.has_run, self.is_finished = bool(found.run), found.is_finished
-            self._without_files = {index for index, commit in found.commits.items() if not commit.files}
         self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
-    def has(self, chunk_index: int) -> bool:
-        """Whether the rank itself, not a retry of it, has committed the chunk."""
-        if self._chunks is None:
-            self._chunks = {one.chunk_index for one in self.files if not one.root} | self._without_files
-        return chunk_index in self._chunks
+    @cached_property
+    def chunks(self) -> set[int]:
+        """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
+        return set(self._read(self.folder / COMMITS))
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
@@ -299,7 +296,7 @@ class OutputCheck:
         if match is None:
             return False
         (root, rank), chunk_index = rank_and_chunk(match)
-        if not root and not commits.has(chunk_index):
+        if not root and chunk_index not in commits.chunks:
             return False
         # Fields of documents may hold numbers, too: is there another rank that may have given this name?
         numbers = set(re.findall(r"(?=(\d{5,}))", name)) if "rank" in match.groupdict() else set()

@@ -51,7 +51,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     _check_folders(plan)
     if not plan.retries:
         _check_inputs(plan)
@@ -90,7 +90,7 @@ def check_after_run(executor: PipelineExecutor) -> Checked:
     Raises:
         CkptError, OSError: as ``check_before_run``.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     check_job(plan, dry_run=True)
     inputs = check_inputs_unchanged(plan)
     return Checked(check_output(plan, before=False), inputs)
@@ -209,15 +209,9 @@ def check_output(
         if (root := runner.root) is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and plan.is_local and runner.step.checkpoints_remote_dir is None
-            found[root] = check_output_of_run(
-                runner.step.output_writer,
-                root,
-                plan.logging_dir.resolve_paths(""),
-                plan.tasks,
-                first_starts=plan.local_ranks if here else (),
-                patience_seconds=patience_seconds,
-                want=Want.COMMITS if before else Want.COMMITS | Want.HISTORY,
-            )
+            ranks = plan.local_ranks if here else ()
+            want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
+            found[root] = check_output_of_run(plan, runner.step.output_writer, root, ranks, patience_seconds, want)
     return found
 
 
@@ -229,10 +223,9 @@ def check_output(
 
 
 def check_output_of_run(
+    plan: RunPlan,
     writer: DiskWriter,
     checkpoints: Path,
-    logging_dir: str,
-    tasks: int,
     first_starts: Iterable[int] = (),
     patience_seconds: float | None = None,
     want: Want = Want.COMMITS,
@@ -240,8 +233,6 @@ def check_output_of_run(
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
     Args:
-        logging_dir: the executor's.
-        tasks: number of tasks of the job.
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
         want: what to read of each rank, for the sums.
@@ -252,6 +243,7 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
+    logging_dir, tasks = plan.logging_dir.resolve_paths(""), plan.tasks
     check = OutputCheck(writer, checkpoints, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
     retries = retry_folders(checkpoints)

@@ -374,7 +374,7 @@ _NETWORK = {
     "9p": "9p",
     "virtiofs": "virtiofs",
 }
-_OBJECT_STORES = ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount")
+_OBJECT_STORES = {"s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount"}
 # Mount options that make locks visible to this machine only.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
@@ -412,7 +412,7 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
     """The mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, does not tell."""
     found = None
     for line in mounts.splitlines():
-        fields = [_unescape(field) for field in line.split(" ")]
+        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")]
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
@@ -420,10 +420,6 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
         if found is None or len(mount.point.parts) >= len(found.point.parts):
             found = mount
     return found
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 def traits(mount: Mount | None) -> FilesystemTraits:
@@ -441,7 +437,7 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         return FilesystemTraits("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
     if mount.kind in _NETWORK:
         return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
-    if mount.kind.startswith("fuse") and _is_object_store(mount):
+    if mount.kind.startswith("fuse") and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES:
         return FilesystemTraits(
             f"{mount.kind} (an object store)",
             shared=True,
@@ -451,11 +447,6 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             unsupported=True,
         )
     return FilesystemTraits(f"{mount.kind} (local)")
-
-
-def _is_object_store(mount: Mount) -> bool:
-    names = {mount.kind.removeprefix("fuse."), mount.source}
-    return any(name in names for name in _OBJECT_STORES)
 
 
 def _network_concerns(mount: Mount) -> tuple[str, ...]:

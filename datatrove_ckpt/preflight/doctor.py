@@ -89,7 +89,7 @@ def examine(executor: PipelineExecutor, documents_per_second: float | None = Non
     Args:
         documents_per_second: see ``Look``.
     """
-    look = Look(plan := RunPlan.of(executor), documents_per_second)
+    look = Look(plan := RunPlan(executor), documents_per_second)
     yield from about("pipeline", _check_steps(plan))
     yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -45,7 +45,6 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.formats import Format, Jsonl, format_of
-from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner
@@ -486,9 +485,7 @@ def build(folder: Path, claim: RunClaim, rank: Rank, theirs: Theirs) -> None:
     claim.take(len(finished))
     log = files.AppendFile(folder / COMMITS)
     writer = theirs.step.output_writer
-    hub = HubFolder.of(writer.output_folder)
-    listed = hub.look_up([name for chunk in finished for name in chunk.files]) if hub is not None else {}
-    log.append(b"".join(seal(_commit(chunk, writer, listed).to_json()) for chunk in finished))
+    log.append(b"".join(seal(_commit(chunk, writer).to_json()) for chunk in finished))
     log.sync()
     note = {"aside": rank.aside, "moved": not rank.aside, "from": str(theirs.folder), **rank.to_json()}
     files.disk.replace(folder / MIGRATED, orjson.dumps(note))
@@ -496,12 +493,12 @@ def build(folder: Path, claim: RunClaim, rank: Rank, theirs: Theirs) -> None:
     files.disk.close(folder)
 
 
-def _commit(chunk: Chunk, writer: DiskWriter, listed: Mapping[str, HubFile]) -> Commit:
+def _commit(chunk: Chunk, writer: DiskWriter) -> Commit:
     return Commit(
         chunk_index=chunk.index,
         first_ordinal=chunk.first_ordinal,
         counts=chunk.counts,
-        files=[_output_file(writer, name, listed.get(name)) for name in chunk.files],
+        files=[_output_file(writer, name) for name in chunk.files],
         position=chunk.position,
         last_input=chunk.last_input,
         work=chunk.counts.unsplit().to_json(),
@@ -509,7 +506,7 @@ def _commit(chunk: Chunk, writer: DiskWriter, listed: Mapping[str, HubFile]) -> 
     )
 
 
-def _output_file(writer: DiskWriter, name: str, listed: HubFile | None) -> OutputFile:
+def _output_file(writer: DiskWriter, name: str) -> OutputFile:
     """Reads the file. A local one is synced: datatrove does not do that."""
     content, size = xxhash.xxh3_128(), 0
     with writer.output_folder.open(name, "rb") as file:
@@ -518,7 +515,7 @@ def _output_file(writer: DiskWriter, name: str, listed: HubFile | None) -> Outpu
             size += len(block)
     if writer.output_folder.is_local():
         files.disk.sync(Path(writer.output_folder.resolve_paths(name)))
-    return OutputFile(name, size, content.hexdigest(), "" if listed is None else listed.hash)
+    return OutputFile(name, size, content.hexdigest())
 
 
 def _finished(ordinal: int, source: SourceDocument, row: _Row, metadata_key: str) -> Finished:

@@ -87,7 +87,7 @@ class Migration:
         any_text: bool = False,
         dry_run: bool = False,
     ) -> None:
-        plan = RunPlan.of(executor)
+        plan = RunPlan(executor)
         found = plan.runners
         if len(found) != 1 or found[0].step.checkpoints_local_dir is None:
             raise ConfigError(

@@ -187,7 +187,7 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
 
 
 def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
-    plan = RunPlan.of(LocalPipelineExecutor([step], logging_dir=str(folder)))
+    plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
     return list(doctor.check_runner(doctor.Look(plan, None, sample), "", plan.runners[0]))
 
 

@@ -176,7 +176,7 @@ def test_tasks_per_job_that_leaves_workers_without_work(
     tasks: int, workers: int, per_job: int, state: str | None, text: str
 ) -> None:
     executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job, pipeline=[], logging_dir=None)
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     checks = check_workers(plan)
     assert [check.state for check in checks] == ([state] if state else [])
     assert all(check.message.endswith(text) for check in checks)

@@ -93,7 +93,7 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         CkptError: the checkpoint, the output or the input is not as it should be; see ``check_before_run``.
         OSError: the input cannot be listed.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     planned = _runner(plan, tasks)
     runner = planned.step
     root = runner.checkpoints_root
@@ -101,12 +101,10 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
     if ReshardPlan.read(root) is None:
         check_all_here(root, plan.tasks)
-        check_fork(root)
+        check_begun(root)
         check_job(plan, dry_run=True, deals_out=True)
         check_inputs_unchanged(plan)
-        every, logs = range(plan.tasks), plan.logging_dir.resolve_paths("")
-        check_output_of_run(runner.output_writer, root, logs, plan.tasks, first_starts=every)
-        check_retries(root)
+        check_output_of_run(plan, runner.output_writer, root, first_starts=range(plan.tasks))
     finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
     with _locked(root, plan.tasks) as locks:
         if (begun := ReshardPlan.read(root)) is not None:
@@ -220,7 +218,9 @@ class _Reshard:
 
     def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
-            ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
+            dealt = self._shares.ranks if self._shares is not None else {}
+            numbers = sorted({*range(self._before), *rank_numbers(self._root), *dealt})
+            ranks = {rank: self._scanner.look(rank) for rank in numbers}
         come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
         if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
             raise ConfigError(
@@ -240,10 +240,6 @@ class _Reshard:
         _carry_out(self._plan, self._runner, plan)
         return self._report
 
-    def _rank_numbers(self) -> list[int]:
-        dealt = self._shares.ranks if self._shares is not None else {}
-        return sorted({*range(self._before), *rank_numbers(self._root), *dealt})
-
     def _share_of(self, rank: int) -> Share:
         if self._shares is not None:
             return self._shares.of(rank)
@@ -261,7 +257,8 @@ class _Reshard:
             loads[task] += sum(ranks[rank].load for rank in ranks if self._target.get(rank) == task)
             if got.answers:
                 plan.answers[task] = got.first
-        parts = sorted((part for each in ranks.values() for part in each.rest), key=self._place_in_input)
+        rest = (part for each in ranks.values() for part in each.rest)
+        parts = sorted(rest, key=lambda part: (self._index[part.name], part.begin))
         dealt = deal(parts, loads, self._cut, self._is_divisible)
         report.dealt = [load + sum(part.bytes for part in mine) for load, mine in zip(loads, dealt, strict=True)]
         shares = {rank: kept_share(each) for rank, each in ranks.items() if rank >= self._tasks and not each.is_done}
@@ -333,9 +330,6 @@ class _Reshard:
 
     # parts -----------------------------------------------------------------------------------------------------------
 
-    def _place_in_input(self, part: Part) -> tuple[int, tuple[int, ...]]:
-        return self._index[part.name], part.begin
-
     def _is_divisible(self, part: Part) -> bool:
         if isinstance(self._reader, JsonlReader):
             return self._reader._codec(part.name) is None
@@ -393,22 +387,23 @@ def refuse_retried(root: Path, rank: int, tasks: int) -> None:
         )
 
 
-def check_fork(root: Path) -> None:
+def check_begun(root: Path) -> None:
+    """
+    Raises:
+        ConfigError: a task of a fork never started, or a retry of dead letters is not finished.
+    """
     if unstarted := unstarted_ranks(root):
         raise ConfigError(
             f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
             "for the number of tasks of the other run only. Start every task of it once, or make a new run."
         )
-
-
-def check_retries(root: Path) -> None:
-    for folder in retry_folders(root):
-        for rank in rank_numbers(folder):
-            if not is_finished(folder / f"{rank:05d}"):
-                raise ConfigError(
-                    f"reshard: the retry of dead letters in {folder / f'{rank:05d}'} is not finished. Finish it first, "
-                    "with --retry-dead-letters."
-                )
+    retries = [rank_folder(folder, rank) for folder in retry_folders(root) for rank in rank_numbers(folder)]
+    for folder in retries:
+        if not is_finished(folder):
+            raise ConfigError(
+                f"reshard: the retry of dead letters in {folder} is not finished. Finish it first, with "
+                "--retry-dead-letters."
+            )
 
 
 # Dealing out ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
@@ -151,14 +151,10 @@ class OutputCheck:
         self._ours = output_pattern(self._template)
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
-    def look(self, commits: Iterable[RankCommits], rank: int | None = None, others: bool = True) -> FoundFiles:
-        """Lists the output folder, see ``list_output``.
-
-        Args:
-            others: also look for files that no commit names.
+    def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
+        """The committed files by their paths.
 
         Raises:
-            OSError: it cannot be listed.
             OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
         """
         committed: dict[str, CommittedFile] = {}
@@ -170,6 +166,17 @@ class OutputCheck:
                     "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
                     "logging_dir, and start again."
                 )
+        return committed
+
+    def look(self, committed: Mapping[str, CommittedFile], rank: int | None = None, others: bool = True) -> FoundFiles:
+        """Lists the output folder, see ``list_output``.
+
+        Args:
+            others: also look for files that no commit names.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
         found = list_output(self.writer, committed, rank, others)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
@@ -181,20 +188,19 @@ class OutputCheck:
 
     # what is refused -------------------------------------------------------------------------------------------------
 
-    def refuse_lost(self, commits: Iterable[RankCommits], found: FoundFiles) -> None:
+    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
         """Refuses an output folder in which committed files are missing or changed.
 
         Raises:
             OutputMismatch: naming some of them, and the command that has them made again.
         """
-        files = [one for rank_commits in commits for one in rank_commits.files]
-        wrong = [one for one in files if not found.is_right(one)]
+        wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
         self._refuse_other_folder(wrong[0])
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
-            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
+            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
             f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
             f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
             f"{shlex.quote(str(self.root))} --full does that."

@@ -20,9 +20,8 @@ from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, Ser
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank_mirror import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import (
     check_access,
     hub_folder_of,
@@ -114,13 +113,10 @@ def _check_folders(plan: RunPlan) -> None:
     Raises:
         ConfigError: names the setting and the file.
     """
-    outputs = [runner.step.output_writer.output_folder for runner in plan.runners]
-    folders: list[tuple[str, str | Path]] = []
-    if plan.logging_dir.is_local():
-        folders.append(("logging_dir", plan.logging_dir.resolve_paths("")))
-    folders += [("checkpoints_local_dir", root) for _, root in plan.kept]
-    folders += [("output_folder", output.resolve_paths("")) for output in outputs if output.is_local()]
-    for setting, folder in folders:
+    outputs = [("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners]
+    places = [("logging_dir", plan.logging_dir), *outputs]
+    folders = [(setting, folder.resolve_paths("")) for setting, folder in places if folder.is_local()]
+    for setting, folder in [*folders, *(("checkpoints_local_dir", root) for _, root in plan.kept)]:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
@@ -257,8 +253,9 @@ def check_output_of_run(
         commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
     except CommitsDamaged as error:
         raise CommitsDamaged(error.path, error.what, logging_dir) from None
-    found = _look(check, commits.values(), patience_seconds)
-    check.refuse_lost(commits.values(), found)
+    committed = check.by_name(commits.values())
+    found = _look(check, committed, patience_seconds)
+    check.refuse_lost(committed, found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
         if not (rank_folder(checkpoints, rank) / RUN).exists():
@@ -276,34 +273,29 @@ def check_output_of_run(
     return job
 
 
-def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None) -> FoundFiles:
+def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seconds: float | None) -> FoundFiles:
     """
     Raises:
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := hub_folder_of(check.writer)) is not None:
-        return _look_at_hub(hub, check, commits, patience_seconds)
-    try:
-        return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
-    except OSError as error:
-        raise OutputFailed(
-            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
-        ) from error
-
-
-def _look_at_hub(
-    hub: HubFolder, check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None
-) -> FoundFiles:
+    if (hub := hub_folder_of(check.writer)) is None:
+        try:
+            return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
+        except OSError as error:
+            raise OutputFailed(
+                f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
+            ) from error
     uploads = HubUploads(hub, StoppableCalls())
     try:
-        found = uploads.looked("cannot be listed", lambda: check.look(commits), patience_seconds)
+        found = uploads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
         if number := committed_files(check.writer, check.root):
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    lost = [one for each in commits for one in each.files if not found.is_right(one)]
-    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
+    lost = [one for one in committed.values() if not found.is_right(one)]
+    folders = {rank_folder(check.root / one.root, one.rank) for one in lost}
+    found.show(uploads.look_again(lost, looks_for(folders)))
     return found

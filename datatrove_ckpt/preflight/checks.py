@@ -27,7 +27,6 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.formatting import byte_size, duration, error_text
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
@@ -72,10 +71,9 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
     try:
         for found in check:
             yield replace(found, subject=found.subject or subject)
-    except CkptError as error:
-        yield Finding("problem", "checked", str(error), subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
-        yield Finding("problem", "checked", f"this could not be checked: {error_text(error)}.", subject)
+        text = str(error) if isinstance(error, CkptError) else f"this could not be checked: {error_text(error)}."
+        yield Finding("problem", "checked", text, subject)
 
 
 def tried(what: str, check: Callable[[], str]) -> Finding:
@@ -122,9 +120,9 @@ def check_checkpoints(
     yield from _check_ranks(folder)
 
 
-def check_local_output(folder: Path, template: str, need: Need, moves: bool = False) -> Iterator[Finding]:
+def check_local_output(folder: Path, need: Need, moves: bool = False) -> Iterator[Finding]:
     """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
-    yield from _try_locally(folder, partial(_check_staging, folder, template))
+    yield from _try_locally(folder, _check_staging)
     kind = file_system(folder)
     if not kind.lasts:
         yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
@@ -279,19 +277,12 @@ def _check_sync(sync_seconds: Seconds, probe: Path) -> Finding:
     return Finding("warning", "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
-def _check_staging(folder: Path, template: str, probe: Path) -> Finding:
-    """A file is published by a rename, which works only within one file system."""
+def _check_staging(probe: Path) -> Finding:
+    """A file is published by a rename."""
     files.disk.make_dir(probe / "staging")
     files.disk.replace(probe / "staging" / "file", b"staged")
     files.disk.rename(probe / "staging" / "file", probe / "file")
     files.disk.sync_dir(probe)
-    places = [folder / STAGING]
-    if "/" in template and folder.is_dir():
-        places += [path for path in folder.iterdir() if path.is_dir()]
-    elsewhere = [path for path in places if path.is_dir() and path.stat().st_dev != probe.stat().st_dev]
-    if elsewhere:
-        text = f"{elsewhere[0]} is on another file system than {folder}: files cannot be renamed into place."
-        return Finding("problem", "staging", f"{text} Choose an output_folder that is on one file system.")
     return Finding("ok", "staging", "files can be renamed into place.")
 
 

@@ -9,7 +9,7 @@ import asyncio
 import math
 import posixpath
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,12 @@ def examine(executor: PipelineExecutor, documents_per_second: float | None = Non
                 unreachable.append(index)
             yield from found
     yield from about("job", check_workers(plan))
-    yield from about("job", check_earlier_runs(plan, unreachable))
+    earlier: list[tuple[str, str, Callable[[], object]]] = [
+        ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
+        ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
+        ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+    ]
+    yield from about("job", (_compared(*each) for each in earlier))
 
 
 def _check_steps(plan: RunPlan) -> Iterator[Finding]:
@@ -167,8 +172,8 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(writer.output_folder)
     else:
         folder = Path(writer.output_folder.resolve_paths("")).absolute()
-        need, template = look.needs(runner.step).output, writer.output_filename.template
-        yield from answered(folder, check_local_output(folder, template, need, not look.plan.is_local))
+        need = look.needs(runner.step).output
+        yield from answered(folder, check_local_output(folder, need, not look.plan.is_local))
 
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -194,7 +199,7 @@ def _check_rules_of_hub(look: Look, step: InferenceRunner, hub: HubFolder) -> It
         yield check_commits(look.plan.at_once, tasks, step.hub_pace)
     if look.sample.documents:
         chunks = tasks * math.ceil(look.sample.documents / tasks / records)
-        yield check_files(step.output_writer, chunks, tasks, records)
+        yield check_files(step.output_writer, chunks, tasks)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
@@ -301,19 +306,8 @@ def _check_open_files(config: InferenceConfig) -> Finding:
     return Finding("ok", "open files", text)
 
 
-def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> Iterator[Finding]:
-    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
-
-    Args:
-        unreachable: indices of steps whose output folder cannot be reached, which is reported already.
-    """
-    output = partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)
-    yield _compared("job", "earlier runs", partial(check_job, plan, dry_run=True))
-    yield _compared("input", "of finished tasks", partial(check_inputs_unchanged, plan))
-    yield _compared("output", "of earlier runs", output)
-
-
 def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
+    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing."""
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
@@ -468,23 +462,20 @@ def check_refusals(
     return Finding(state, "room for refusals", text)
 
 
-def check_files(writer: DiskWriter, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
+def check_files(writer: DiskWriter, chunks: int, tasks: int) -> Finding:
     """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
     folders = _folders(writer.output_filename, chunks, tasks)
     in_folder = None if folders is None else math.ceil(chunks / folders)
     text = f"about {plural(chunks, 'file')}"
     text += "" if in_folder is None else f", up to {in_folder} in a folder"
     advice = []
-    factor = chunks / FILES_PER_REPOSITORY
     if chunks > FILES_PER_REPOSITORY:
         advice.append(f"more than {FILES_PER_REPOSITORY} files in a repository")
     if in_folder is not None and in_folder > FILES_PER_FOLDER:
         advice.append(f"more than {FILES_PER_FOLDER} in a folder")
-        factor = max(factor, in_folder / FILES_PER_FOLDER)
     if not advice:
         return Finding("ok", "files", f"{text}.")
-    records = _round_up(records_per_chunk * factor)
-    text += f". The hub becomes slow with {' and with '.join(advice)}. Set records_per_chunk to {records} or more"
+    text += f". The hub becomes slow with {' and with '.join(advice)}. Raise records_per_chunk"
     text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
     return Finding("warning", "files", text)
 
@@ -496,9 +487,3 @@ def _folders(template: Template, chunks: int, tasks: int) -> int | None:
         return None
     names = folder.get_identifiers()
     return chunks if "chunk_index" in names else tasks if "rank" in names else 1
-
-
-def _round_up(number: float) -> int:
-    """Two significant digits."""
-    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
-    return math.ceil(number / unit) * unit

@@ -17,7 +17,7 @@ One chunk at a time is in memory, with its input.
 
 from __future__ import annotations
 
-import re
+import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from copy import deepcopy
@@ -54,11 +54,8 @@ _OTHER_TEXT = "what datatrove has kept under its id has another text"
 _AGAIN = "the chunk's output has to be made again, and the document cannot be made of it"
 _LEAST_KNOWN = 0.75
 _AT_ONCE = 64
-_BLOCK = 1 << 20
 _NO_RESULTS = "__no_rollouts_remove"  # datatrove's mark for a document that it keeps out of the output
 _OWN_FIELDS = ("text", "id", "media", "metadata")
-# datatrove 0.8 read its own chunk files with a reader that adds their names.
-_OF_CHUNK_FILE = re.compile(r"chunk_\d+\.jsonl$")
 
 
 class Left(NamedTuple):
@@ -508,11 +505,8 @@ def _commit(chunk: Chunk, writer: DiskWriter) -> Commit:
 
 def _output_file(writer: DiskWriter, name: str) -> OutputFile:
     """Reads the file. A local one is synced: datatrove does not do that."""
-    content, size = xxhash.xxh3_128(), 0
     with writer.output_folder.open(name, "rb") as file:
-        while block := file.read(_BLOCK):
-            content.update(block)
-            size += len(block)
+        content, size = hashlib.file_digest(file, xxhash.xxh3_128), file.tell()
     if writer.output_folder.is_local():
         files.disk.sync(Path(writer.output_folder.resolve_paths(name)))
     return OutputFile(name, size, content.hexdigest())
@@ -528,8 +522,6 @@ def _finished(ordinal: int, source: SourceDocument, row: _Row, metadata_key: str
 def _document(document: Document, line: dict[str, Any], metadata_key: str) -> Document:
     """The finished document: as it was read, with what its line has besides. JSON has lost types, and the input not."""
     metadata = _metadata_of(line)
-    if "file_path" not in document.metadata and _OF_CHUNK_FILE.search(str(metadata.get("file_path"))):
-        metadata = {name: value for name, value in metadata.items() if name != "file_path"}
     kept = {name: value for name, value in document.metadata.items() if name in metadata}
     document.metadata = {name: _typed(kept, name, value) for name, value in metadata.items()}
     document.text = line.get("text", "")

@@ -94,10 +94,9 @@ class Migration:
                 f"migrate: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
                 "checkpoints_local_dir, which goes on with the run of datatrove's."
             )
-        self._runner, self._folder, self._dry_run = found[0], folder, dry_run
+        self._runner, self._step, self._folder, self._dry_run = found[0], found[0].step, folder, dry_run
         self._logs = plan.logging_dir if logging_dir is None else get_datafolder(logging_dir)
         self._lacking_are_dropped, self._any_text = lacking_are_dropped, any_text
-        self._step = found[0].step
         self._root = self._step.checkpoints_root.absolute()
         self._aside = self._root / FROM_DATATROVE
         # Then datatrove's folder becomes ours, and what an earlier call has moved aside belongs to it.

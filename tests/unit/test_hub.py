@@ -267,24 +267,22 @@ def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Pa
     assert "--documents-per-second" in check.message
 
 
-IN_A_FOLDER = "more than 10000 in a folder. Set records_per_chunk to 3400 or more"
-IN_A_REPOSITORY = "more than 100000 files in a repository. Set records_per_chunk to 2500 or more."
+IN_A_FOLDER = "more than 10000 in a folder. Raise records_per_chunk"
+IN_A_REPOSITORY = "more than 100000 files in a repository. Raise records_per_chunk."
 
 
 @pytest.mark.parametrize(
-    ("template", "chunks", "records_per_chunk", "state", "says"),
+    ("template", "chunks", "state", "says"),
     [
-        ("${rank}_${chunk_index}.parquet", 3400, 100, "ok", "about 3400 files, up to 3400 in a folder."),
-        ("${rank}/${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files, up to 340 in a folder."),
-        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, 100, "ok", "about 34000 files."),
-        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", IN_A_FOLDER),
-        ("${rank}_${chunk_index}.parquet", 34_000, 1000, "warning", "begin output_filename with ${rank}/."),
-        ("${rank}/${chunk_index}.parquet", 250_000, 1000, "warning", IN_A_REPOSITORY),
+        ("${rank}_${chunk_index}.parquet", 3400, "ok", "about 3400 files, up to 3400 in a folder."),
+        ("${rank}/${chunk_index}.parquet", 34_000, "ok", "about 34000 files, up to 340 in a folder."),
+        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, "ok", "about 34000 files."),
+        ("${rank}_${chunk_index}.parquet", 34_000, "warning", IN_A_FOLDER),
+        ("${rank}_${chunk_index}.parquet", 34_000, "warning", "begin output_filename with ${rank}/."),
+        ("${rank}/${chunk_index}.parquet", 250_000, "warning", IN_A_REPOSITORY),
     ],
 )
-def test_numbers_of_files(
-    tmp_path: Path, template: str, chunks: int, records_per_chunk: int, state: str, says: str
-) -> None:
-    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100, records_per_chunk)
+def test_numbers_of_files(tmp_path: Path, template: str, chunks: int, state: str, says: str) -> None:
+    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100)
     assert check.state == state
     assert check.message == says if state == "ok" else says in check.message

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +285,9 @@ class Moved:
 
 def runs_of(ordinals: list[int]) -> Iterator[tuple[int, int]]:
     """First and last number of each unbroken run of ascending numbers."""
-    ends = [index for index, (here, there) in enumerate(pairwise(ordinals)) if there != here + 1]
-    starts = [0, *(index + 1 for index in ends)]
-    for start, end in zip(starts, [*ends, len(ordinals) - 1], strict=True):
-        if ordinals:
-            yield ordinals[start], ordinals[end]
+    for _, run in groupby(enumerate(ordinals), lambda one: one[1] - one[0]):
+        numbers = [ordinal for _, ordinal in run]
+        yield numbers[0], numbers[-1]
 
 
 def move(source: RankInput, target: Moved, staging: Staging) -> None:

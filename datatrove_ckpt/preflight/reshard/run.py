@@ -275,7 +275,9 @@ class _Reshard:
         data = Shares(self._round + 1, self._tasks, self._input, known).to_bytes()
         Shares.from_bytes(data, self._root / SHARES)  # whatever is wrong with it, nothing has changed yet
         staging.write(SHARES, data)
-        self._count(ranks)
+        for each in ranks.values():
+            report.documents += each.point.next_ordinal if each.is_done else each.point.finished.read
+            report.answers += each.point.answers
         return plan
 
     def _move(
@@ -305,7 +307,7 @@ class _Reshard:
         commits = [RankCommits(self._root, rank, []) for rank in plan.retired if ranks[rank].point.journals]
         if commits:
             check = OutputCheck(self._runner.output_writer, self._root)
-            found = check.look(commits)
+            found = check.look(check.by_name(commits))
             plan.unfinished = [name for each in commits for name in check.unfinished_files(each, found)]
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
@@ -322,11 +324,6 @@ class _Reshard:
         name = f"{rank.folder.name}/{SHARD}"
         staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
         plan.moved.append(name)
-
-    def _count(self, ranks: dict[int, RankInput]) -> None:
-        for each in ranks.values():
-            self._report.documents += each.point.finished.read if not each.is_done else each.point.next_ordinal
-            self._report.answers += each.point.answers
 
     # parts -----------------------------------------------------------------------------------------------------------
 

@@ -221,7 +221,9 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     # A step in between, or an adapter of the user, may drop or shorten documents.
     kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
     folder = Path(writer.output_folder.resolve_paths("")).absolute()
-    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(writer) else 1
+    suffix = writer.output_filename.template.endswith(_COMPRESSED)
+    is_compressed = writer.output_mg.compression not in (None, "infer") or suffix
+    answer, smaller = answer_bytes(step), GROWTH if is_compressed else 1
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     least = max(0, int(number * sample.mean / smaller) - there) if kept else 0
     most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
@@ -239,12 +241,7 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 
 def _check_mirror(remote: str) -> Iterator[Finding]:
-    try:
-        folder = get_datafolder(remote)
-    except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
-        yield Finding("problem", "reachable", f"checkpoints_remote_dir: {remote}: {error}")
-    else:
-        yield from check_remote(folder, deletes=True)
+    yield from check_remote(get_datafolder(remote), deletes=True)
 
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
@@ -382,10 +379,6 @@ def estimate(
 
 def _answers(most: int | None) -> str:
     return "answers not counted (max_tokens is not set)" if most is None else f"answers up to {byte_size(most)}"
-
-
-def _is_compressed(writer: DiskWriter) -> bool:
-    return writer.output_mg.compression not in (None, "infer") or writer.output_filename.template.endswith(_COMPRESSED)
 
 
 # The rules of the hub -------------------------------------------------------------------------------------------------

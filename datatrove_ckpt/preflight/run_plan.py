@@ -17,6 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -98,6 +99,19 @@ class RunPlan:
             else:
                 before.append(step)
         return found
+
+    def only_runner(self, command: str) -> RunnerPlan:
+        """The one runner of the job.
+
+        Raises:
+            ConfigError: there is none, or several, or it keeps no checkpoints.
+        """
+        if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
+            raise ConfigError(
+                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
+                "checkpoints_local_dir."
+            )
+        return found[0]
 
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:

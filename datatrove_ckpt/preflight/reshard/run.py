@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -106,19 +105,13 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         check_inputs_unchanged(plan)
         check_output_of_run(plan, runner.output_writer, root, first_starts=range(plan.tasks))
     finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
-    with _locked(root, plan.tasks) as locks:
-        if (begun := ReshardPlan.read(root)) is not None:
-            return _resume(plan, runner, begun, locks, tasks, dry_run)
-        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
-
-
-@contextmanager
-def _locked(root: Path, tasks: int) -> Iterator[RankLocks]:
-    ranks = sorted({*range(tasks), *rank_numbers(root)})
+    ranks = sorted({*range(plan.tasks), *rank_numbers(root)})
     allow_open_files(len(ranks))  # each lock is one
     locks = RankLocks(root, ranks)
     try:
-        yield locks
+        if (begun := ReshardPlan.read(root)) is not None:
+            return _resume(plan, runner, begun, locks, tasks, dry_run)
+        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
     finally:
         locks.release()
 
@@ -152,13 +145,11 @@ def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
     """
     if tasks < 1:
         raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
-    runners = plan.runners
-    if len(runners) != 1 or runners[0].step.checkpoints_local_dir is None:
-        raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
-    if why := _why_not(runners[0].before, runners[0].step, plan.tasks):
+    runner = plan.only_runner("reshard")
+    if why := _why_not(runner.before, runner.step, plan.tasks):
         raise ConfigError(f"reshard: {why}")
-    check_rank_in_template(runners[0].step.output_writer, tasks)
-    return runners[0]
+    check_rank_in_template(runner.step.output_writer, tasks)
+    return runner
 
 
 def _why_not(steps: Sequence[PipelineStep], runner: InferenceRunner, tasks: int) -> str:
@@ -200,11 +191,9 @@ class _Reshard:
 
     def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
         self._plan = plan
-        self._steps = runner.before
         self._reader = runner.before[0]
         self._runner = runner.step
         self._root = root
-        self._before = plan.tasks
         self._tasks = tasks
         self._shares = read_shares(root)
         self._inputs: Inputs = list_input(self._reader)
@@ -213,8 +202,9 @@ class _Reshard:
         self._round = self._shares.round if self._shares is not None else 0
         sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
         chunk = runner.step.records_per_chunk
-        self._scanner = Scanner(root, runner.before, self._before, chunk, self._share_of, sizes, finished)
-        self._report = Resharded(self._before, tasks)
+        self._scanner = Scanner(root, runner.before, plan.tasks, chunk, self._share_of, sizes, finished)
+        self._before = plan.tasks
+        self._report = Resharded(plan.tasks, tasks)
 
     def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
@@ -320,7 +310,7 @@ class _Reshard:
         """Stages the record by which the input of a finished rank is compared. A file belongs to who has its end."""
         files = [self._index[part.name] for part in parts if part.end is None]
         read = ReaderRecord(options_of(self._reader), sample_files(self._inputs, files))
-        record = ShardRecord([read], pipeline=describe_pipeline(self._steps, code_of)).to_json()
+        record = ShardRecord([read], pipeline=describe_pipeline(self._scanner.steps, code_of)).to_json()
         name = f"{rank.folder.name}/{SHARD}"
         staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
         plan.moved.append(name)

@@ -33,14 +33,13 @@ from datatrove_ckpt.maintenance.fork import (
     check_mirror,
     check_source,
     check_target,
-    is_made,
     put_in_place,
     real_place,
     upload,
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
+from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
@@ -105,14 +104,11 @@ def _obstacles(plan: Relocation, place: Place) -> str:
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
-    """Names `repair` only where it makes again what is lost. It refuses other files than those that are still there."""
     if any(problem.kind == "rank" for problem in plan.obstacles):
-        return "Copy these files and folders again, and relocate again."
-    if there := folders_still_there(plan.report):
-        return f"Copy these files again from {', '.join(there)}, and relocate again."
+        return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
     repair = repair_command(place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
-    return f"{again} What is lost can be made again: {repair}, then relocate, then run."
+    return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
 
 def _shown(problems: list[Problem], most: int) -> list[str]:
@@ -125,10 +121,10 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
     lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
-    if plan.not_started:
-        one = len(plan.not_started) == 1
+    if report.not_started:
+        one = len(report.not_started) == 1
         lines.append(
-            f"{name_tasks(plan.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
+            f"{name_tasks(report.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
             f"{'it did, copy its folder' if one else 'they did, copy their folders'}, too, and relocate again before "
             "you run: what is not here is paid again."
         )
@@ -205,10 +201,6 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, run, place)
-    if not arguments.no_answers and is_made(new.folder, source):
-        say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        say(_start_fork(new))
-        return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
     with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
@@ -283,9 +275,9 @@ def _costs(
         yield f"answers: {_kept(run, found, state, new, arguments)}"
     dropped = totals.counts.read - answers.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
-    total, how = _documents(found, state)
+    total, how = _documents(state)
     if not totals.documents:
-        yield f"cost: not known {how} {plural(total, 'document')}, because none is finished in {what}"
+        yield f"cost: not known, because no document is finished in {what}"
         return
     more, each = _rollouts(run, new)
     done = totals.done
@@ -339,26 +331,12 @@ _NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the othe
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 
 
-def _documents(found: Fork, state: RunState) -> tuple[int, str]:
-    """How many documents the input has, and how well that is known. Unknown ranks have as many as others."""
-    finished = {rank.rank: rank.documents for rank in state.ranks if rank.state == "finished"} | found.documents
-    others = [rank for rank in state.ranks if rank.rank not in finished]
-    if not others and not state.totals.not_started:
-        return sum(finished.values()), "for"
-    guessed = {rank.rank: guess for rank in others if (guess := _guess(rank))}
-    if not (known := finished | guessed):
-        return state.totals.documents, "for at least"
-    mean = round(sum(known.values()) / len(known))
-    rest = sum(max(mean, rank.documents) for rank in others if rank.rank not in guessed)
-    return sum(known.values()) + rest + mean * state.totals.not_started, "for about"
-
-
-def _guess(rank: RankState) -> int | None:
-    """From its position in the input, and the documents that were done then."""
-    done = rank.attempt.documents if rank.attempt is not None else None
-    if not done or not rank.position.done or not rank.position.total:
-        return None
-    return max(rank.documents, round(done * rank.position.total / rank.position.done))
+def _documents(state: RunState) -> tuple[int, str]:
+    """How many documents the input has, and how well that is known."""
+    documents, share = state.totals.documents, state.totals.position.share
+    if state.is_finished:
+        return documents, "for"
+    return (round(documents / share), "for about") if share else (documents, "for at least")
 
 
 def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Namespace) -> str:

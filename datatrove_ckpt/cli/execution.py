@@ -48,7 +48,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
         runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
     check_steps(plan)

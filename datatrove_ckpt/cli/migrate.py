@@ -37,7 +37,7 @@ def migrate(arguments: argparse.Namespace) -> int:
         with log_disabled("datatrove", "datatrove_ckpt"):
             findings = migration.run()
     except OSError as error:
-        raise explain(error, RunPlan.of(executor)) from None
+        raise explain(error, RunPlan(executor)) from None
     if arguments.json:
         print_json({"dry_run": arguments.dry_run, **findings.to_json()})
     else:

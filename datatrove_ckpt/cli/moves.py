@@ -183,7 +183,7 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
         return NewRun(Path(arguments.new))
     with log_disabled(*_NOT_ABOUT_IT):
         executor = make_executor(arguments.new, arguments.overrides)
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir]
     if len(kept) != 1:
         raise ConfigError(

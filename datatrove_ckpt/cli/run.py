@@ -57,7 +57,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.preflight.plan import advise, describe
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    runners = RunPlan.of(executor).runners
+    runners = RunPlan(executor).runners
     advice = [advise(f"pipeline[{runner.index}]", runner.step, arguments.mtbf) for runner in runners]
     if not advice:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")

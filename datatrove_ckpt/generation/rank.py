@@ -257,7 +257,7 @@ def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
     if writer.output_folder.is_local():
         nowhere = Path("no checkpoint")
         check, commits = OutputCheck(writer, nowhere), RankCommits(nowhere, rank)
-        check.refuse_strangers(commits, check.look([commits], rank))
+        check.refuse_strangers(commits, check.look({}, rank))
 
 
 # What a rank logs at its start and its end ----------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class ChunkOutput:
             OutputMismatch: committed files are missing or changed, or files are there that no commit names.
         """
         commits, found = self._look()
-        self._check.refuse_lost([commits], found)
+        self._check.refuse_lost(self._check.by_name([commits]), found)
         self._check.refuse_unknown(commits, found)
 
     def _check_access(self) -> None:
@@ -119,7 +119,8 @@ class ChunkOutput:
 
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
         commits = self._commits()
-        found = self._target.call_to_list(partial(self._check.look, [commits], self._rank, others))
+        committed = self._check.by_name([commits])
+        found = self._target.call_to_list(partial(self._check.look, committed, self._rank, others))
         self._target.settle(commits, found)
         return commits, found
 
@@ -136,12 +137,12 @@ class ChunkOutput:
         others = not self._target.is_first and hub_folder_of(self._writer) is None
         if others or self._commits().files:
             commits, found = self._look(others)
-            self._check.refuse_lost([commits], found)
+            self._check.refuse_lost(self._check.by_name([commits]), found)
             if others:
                 self._check.refuse_strangers(commits, found, not self._unpublished.exists(), self._retry)
             self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
-                self._taken = {plain(one.path): (one.root, one.chunk_index) for one in commits.files}
+                self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
             files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
         self._target.is_first = self._unpublished.exists()

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -28,7 +28,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
@@ -42,7 +42,7 @@ _TO_DELETE = 20
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file that a commit names. ``root``: the folder of the retry that wrote it, or "".
+    """A file that a commit names, with its plain path. ``root``: the folder of the retry that wrote it, or "".
 
     It lacks the hash of the content, which is not needed: a job may have millions of files.
     """
@@ -85,8 +85,7 @@ class RankCommits:
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
         self.has_run = self.is_finished = False
-        self._without_files: set[int] = set()
-        self._chunks: set[int] | None = None  # made when it is asked for: a job has millions
+        self._read = read
         self.unfinished: set[tuple[str, int]] = set()
         for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
             if (folder := rank_folder(checkpoint, rank)).is_dir():
@@ -100,18 +99,16 @@ class RankCommits:
             raise found.damage
         for commit in found.commits.values():
             for file in commit.files:
-                known = (file.path, file.size, "", file.hub_hash)
+                known = (plain(file.path), file.size, "", file.hub_hash)
                 self.files.append(CommittedFile(*known, found.root, self.rank, commit.chunk_index))
         if not found.root:
             self.has_run, self.is_finished = bool(found.run), found.is_finished
-            self._without_files = {index for index, commit in found.commits.items() if not commit.files}
         self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
-    def has(self, chunk_index: int) -> bool:
-        """Whether the rank itself, not a retry of it, has committed the chunk."""
-        if self._chunks is None:
-            self._chunks = {one.chunk_index for one in self.files if not one.root} | self._without_files
-        return chunk_index in self._chunks
+    @cached_property
+    def chunks(self) -> set[int]:
+        """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
+        return set(self._read(self.folder / COMMITS))
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
@@ -154,7 +151,24 @@ class OutputCheck:
         self._ours = output_pattern(self._template)
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
-    def look(self, commits: Iterable[RankCommits], rank: int | None = None, others: bool = True) -> FoundFiles:
+    def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
+        """The committed files by their paths.
+
+        Raises:
+            OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
+        """
+        committed: dict[str, CommittedFile] = {}
+        for one in (one for rank_commits in commits for one in rank_commits.files):
+            if (other := committed.setdefault(one.path, one)) is not one:
+                raise OutputMismatch(
+                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
+                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
+                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
+                    "logging_dir, and start again."
+                )
+        return committed
+
+    def look(self, committed: Mapping[str, CommittedFile], rank: int | None = None, others: bool = True) -> FoundFiles:
         """Lists the output folder, see ``list_output``.
 
         Args:
@@ -163,7 +177,6 @@ class OutputCheck:
         Raises:
             OSError: it cannot be listed.
         """
-        committed = {plain(one.path) for rank_commits in commits for one in rank_commits.files}
         found = list_output(self.writer, committed, rank, others)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
@@ -175,20 +188,19 @@ class OutputCheck:
 
     # what is refused -------------------------------------------------------------------------------------------------
 
-    def refuse_lost(self, commits: Iterable[RankCommits], found: FoundFiles) -> None:
+    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
         """Refuses an output folder in which committed files are missing or changed.
 
         Raises:
             OutputMismatch: naming some of them, and the command that has them made again.
         """
-        files = [one for rank_commits in commits for one in rank_commits.files]
-        wrong = [one for one in files if not found.is_right(one)]
+        wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
         self._refuse_other_folder(wrong[0])
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
-            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(files)}): "
+            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
             f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
             f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
             f"{shlex.quote(str(self.root))} --full does that."
@@ -205,23 +217,6 @@ class OutputCheck:
                 f"all files to the new folder first, then: datatrove-ckpt relocate {shlex.quote(str(self.root))} "
                 f"--output {shlex.quote(self.where)}."
             )
-
-    def refuse_shared(self, commits: Iterable[RankCommits]) -> None:
-        """Refuses two commits that name one file: one of them has overwritten the other's documents.
-
-        Raises:
-            OutputMismatch: naming the first such file, and both commits.
-        """
-        owners: dict[str, CommittedFile] = {}
-        for one in (one for rank_commits in commits for one in rank_commits.files):
-            other = owners.setdefault(plain(one.path), one)
-            if other is not one:
-                raise OutputMismatch(
-                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
-                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
-                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
-                    "logging_dir, and start again."
-                )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "", started: bool = False) -> None:
         """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.
@@ -307,7 +302,7 @@ class OutputCheck:
         if match is None:
             return False
         (root, rank), chunk_index = rank_and_chunk(match)
-        if not root and not commits.has(chunk_index):
+        if not root and chunk_index not in commits.chunks:
             return False
         # Fields of documents may hold numbers, too: is there another rank that may have given this name?
         numbers = set(re.findall(r"(?=(\d{5,}))", name)) if "rank" in match.groupdict() else set()

@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +61,7 @@ class FoundFiles:
 
 
 def list_output(
-    writer: DiskWriter, committed: Collection[str], rank: int | None = None, others: bool = True
+    writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
 ) -> FoundFiles:
     """Lists an output folder.
 
@@ -69,6 +69,7 @@ def list_output(
     find more.
 
     Args:
+        committed: by their plain paths.
         rank: only look for other files of this rank.
         others: look for other files at all. Without them the hub needs one request for 500 names.
 
@@ -79,8 +80,10 @@ def list_output(
     head, everywhere = _head(writer.output_filename, rank)
     if folder.is_local():
         root = Path(folder.resolve_paths(""))
-        found: dict[str, int | None] = dict(_scan(root, head, everywhere))
-        found |= _look_at(root, [name for name in committed if plain(name) not in found])
+        found: dict[str, int | None] = {}
+        for name, size in _scan(root, head, everywhere):
+            found[committed[name].path if name in committed else name] = size  # no second copy of a million names
+        found |= _look_at(root, [name for name in committed if name not in found])
         return FoundFiles(found)
     if (hub := HubFolder.of(folder)) is not None:
         try:
@@ -142,7 +145,7 @@ def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
     for name in names:
         try:
-            yield plain(name), (root / name).stat().st_size
+            yield name, (root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             continue
 
@@ -151,7 +154,7 @@ def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Itera
     folder.invalidate_cache()
     found = _find(folder, head, numbered)
     # Files that an earlier template named, or those with a number other than the first.
-    if any(plain(name) not in found and not plain(name).startswith(head) for name in committed):
+    if any(name not in found and not name.startswith(head) for name in committed):
         found |= _find(folder, "", numbered=False)
     return found
 
@@ -160,8 +163,7 @@ def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dic
     """Lists the part of the folder where files of the template may be, and looks up committed files elsewhere."""
     listed = {} if base is None else hub.below(base).files()
     found = {posixpath.join(base or "", name): file for name, file in listed.items()}
-    others = [name for name in map(plain, committed) if name not in found]
-    return found | hub.look_up(others)
+    return found | hub.look_up([name for name in committed if name not in found])
 
 
 def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:

@@ -44,7 +44,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, no_bars_in_logs
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
-from datatrove_ckpt.output.names import STAGING, plain
+from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status, lacks_credentials, s3_code
 
@@ -322,7 +322,7 @@ class HubTarget(Target):
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
         self._uploads.look_again(found, commits.files)
-        lost = {plain(one.path): one for one in commits.files if not found.is_right(one)}
+        lost = {one.path: one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
                 f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet whose commit it has "

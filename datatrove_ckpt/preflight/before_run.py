@@ -20,9 +20,8 @@ from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, Ser
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank_mirror import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.output.committed import OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
-from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import (
     check_access,
     hub_folder_of,
@@ -51,7 +50,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     _check_folders(plan)
     if not plan.retries:
         _check_inputs(plan)
@@ -90,7 +89,7 @@ def check_after_run(executor: PipelineExecutor) -> Checked:
     Raises:
         CkptError, OSError: as ``check_before_run``.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     check_job(plan, dry_run=True)
     inputs = check_inputs_unchanged(plan)
     return Checked(check_output(plan, before=False), inputs)
@@ -114,13 +113,10 @@ def _check_folders(plan: RunPlan) -> None:
     Raises:
         ConfigError: names the setting and the file.
     """
-    outputs = [runner.step.output_writer.output_folder for runner in plan.runners]
-    folders: list[tuple[str, str | Path]] = []
-    if plan.logging_dir.is_local():
-        folders.append(("logging_dir", plan.logging_dir.resolve_paths("")))
-    folders += [("checkpoints_local_dir", root) for _, root in plan.kept]
-    folders += [("output_folder", output.resolve_paths("")) for output in outputs if output.is_local()]
-    for setting, folder in folders:
+    outputs = [("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners]
+    places = [("logging_dir", plan.logging_dir), *outputs]
+    folders = [(setting, folder.resolve_paths("")) for setting, folder in places if folder.is_local()]
+    for setting, folder in [*folders, *(("checkpoints_local_dir", root) for _, root in plan.kept)]:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
@@ -209,15 +205,9 @@ def check_output(
         if (root := runner.root) is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
             here = before and plan.is_local and runner.step.checkpoints_remote_dir is None
-            found[root] = check_output_of_run(
-                runner.step.output_writer,
-                root,
-                plan.logging_dir.resolve_paths(""),
-                plan.tasks,
-                first_starts=plan.local_ranks if here else (),
-                patience_seconds=patience_seconds,
-                want=Want.COMMITS if before else Want.COMMITS | Want.HISTORY,
-            )
+            ranks = plan.local_ranks if here else ()
+            want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
+            found[root] = check_output_of_run(plan, runner.step.output_writer, root, ranks, patience_seconds, want)
     return found
 
 
@@ -229,10 +219,9 @@ def check_output(
 
 
 def check_output_of_run(
+    plan: RunPlan,
     writer: DiskWriter,
     checkpoints: Path,
-    logging_dir: str,
-    tasks: int,
     first_starts: Iterable[int] = (),
     patience_seconds: float | None = None,
     want: Want = Want.COMMITS,
@@ -240,8 +229,6 @@ def check_output_of_run(
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
     Args:
-        logging_dir: the executor's.
-        tasks: number of tasks of the job.
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
         want: what to read of each rank, for the sums.
@@ -252,6 +239,7 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
+    logging_dir, tasks = plan.logging_dir.resolve_paths(""), plan.tasks
     check = OutputCheck(writer, checkpoints, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
     retries = retry_folders(checkpoints)
@@ -265,9 +253,9 @@ def check_output_of_run(
         commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
     except CommitsDamaged as error:
         raise CommitsDamaged(error.path, error.what, logging_dir) from None
-    found = _look(check, commits.values(), patience_seconds)
-    check.refuse_shared(commits.values())
-    check.refuse_lost(commits.values(), found)
+    committed = check.by_name(commits.values())
+    found = _look(check, committed, patience_seconds)
+    check.refuse_lost(committed, found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
         if not (rank_folder(checkpoints, rank) / RUN).exists():
@@ -285,34 +273,29 @@ def check_output_of_run(
     return job
 
 
-def _look(check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None) -> FoundFiles:
+def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seconds: float | None) -> FoundFiles:
     """
     Raises:
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := hub_folder_of(check.writer)) is not None:
-        return _look_at_hub(hub, check, commits, patience_seconds)
-    try:
-        return StoppableCalls().run(lambda: check.look(commits), ANSWER_SECONDS)
-    except OSError as error:
-        raise OutputFailed(
-            f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
-        ) from error
-
-
-def _look_at_hub(
-    hub: HubFolder, check: OutputCheck, commits: Collection[RankCommits], patience_seconds: float | None
-) -> FoundFiles:
+    if (hub := hub_folder_of(check.writer)) is None:
+        try:
+            return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
+        except OSError as error:
+            raise OutputFailed(
+                f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
+            ) from error
     uploads = HubUploads(hub, StoppableCalls())
     try:
-        found = uploads.looked("cannot be listed", lambda: check.look(commits), patience_seconds)
+        found = uploads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
         if number := committed_files(check.writer, check.root):
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    files = (one for each in commits for one in each.files)
-    uploads.look_again(found, files, looks_for(each.folder for each in commits))
+    files = committed.values()
+    folders = {rank_folder(check.root / one.root, one.rank) for one in files if not found.is_right(one)}
+    uploads.look_again(found, files, looks_for(folders))
     return found

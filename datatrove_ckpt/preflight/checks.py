@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.formatting import byte_size, duration, error_text
-from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
     REMOTE_SECONDS,
@@ -71,10 +71,17 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
     try:
         for found in check:
             yield replace(found, subject=found.subject or subject)
-    except CkptError as error:
-        yield Finding("problem", "checked", str(error), subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
-        yield Finding("problem", "checked", f"this could not be checked: {error_text(error)}.", subject)
+        text = str(error) if isinstance(error, CkptError) else f"this could not be checked: {error_text(error)}."
+        yield Finding("problem", "checked", text, subject)
+
+
+def tried(what: str, check: Callable[[], str]) -> Finding:
+    """What one check says, or why it fails."""
+    try:
+        return Finding("ok", what, check())
+    except CkptError as error:
+        return Finding("problem", what, str(error))
 
 
 @dataclass(frozen=True)
@@ -107,32 +114,24 @@ def check_checkpoints(
     folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
 ) -> Iterator[Finding]:
     """Checks ``checkpoints_local_dir``. ``moves``: a task may restart on another node."""
-
-    def check() -> Iterator[Finding]:
-        yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
-        yield _check_kind(file_system(folder), mirrored, moves)
-        yield check_room(folder, need)
-        yield from _check_ranks(folder)
-
-    yield from _answered(folder, check())
+    yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
+    yield _check_kind(file_system(folder), mirrored, moves)
+    yield check_room(folder, need)
+    yield from _check_ranks(folder)
 
 
-def check_local_output(folder: Path, template: str, need: Need, moves: bool = False) -> Iterator[Finding]:
+def check_local_output(folder: Path, need: Need, moves: bool = False) -> Iterator[Finding]:
     """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
-
-    def check() -> Iterator[Finding]:
-        yield from _try_locally(folder, partial(_check_staging, folder, template))
-        kind = file_system(folder)
-        if not kind.lasts:
-            yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
-        elif moves and not kind.shared:
-            yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-        yield check_room(folder, need)
-
-    yield from _answered(folder, check())
+    yield from _try_locally(folder, _check_staging)
+    kind = file_system(folder)
+    if not kind.lasts:
+        yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
+    elif moves and not kind.shared:
+        yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    yield check_room(folder, need)
 
 
-def _answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
+def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
     """Runs a check with a time limit: on a network file system without its server every call blocks."""
     try:
         return within(REMOTE_SECONDS, lambda: list(check), str(folder))
@@ -278,19 +277,12 @@ def _check_sync(sync_seconds: Seconds, probe: Path) -> Finding:
     return Finding("warning", "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
-def _check_staging(folder: Path, template: str, probe: Path) -> Finding:
-    """A file is published by a rename, which works only within one file system."""
+def _check_staging(probe: Path) -> Finding:
+    """A file is published by a rename."""
     files.disk.make_dir(probe / "staging")
     files.disk.replace(probe / "staging" / "file", b"staged")
     files.disk.rename(probe / "staging" / "file", probe / "file")
     files.disk.sync_dir(probe)
-    places = [folder / STAGING]
-    if "/" in template and folder.is_dir():
-        places += [path for path in folder.iterdir() if path.is_dir()]
-    elsewhere = [path for path in places if path.is_dir() and path.stat().st_dev != probe.stat().st_dev]
-    if elsewhere:
-        text = f"{elsewhere[0]} is on another file system than {folder}: files cannot be renamed into place."
-        return Finding("problem", "staging", f"{text} Choose an output_folder that is on one file system.")
     return Finding("ok", "staging", "files can be renamed into place.")
 
 
@@ -326,10 +318,8 @@ def check_remote(folder: DataFolder, deletes: bool = False) -> Iterator[Finding]
 
 def commits_each_write(folder: DataFolder) -> bool:
     """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
-    protocol = folder.fs.protocol
-    return "hf" in ((protocol,) if isinstance(protocol, str) else protocol) and not str(folder.path).removeprefix(
-        "hf://"
-    ).startswith("buckets/")
+    hub = HubFolder.of(folder)
+    return hub is not None and not hub.is_bucket
 
 
 def within(seconds: float, function: Callable[[], T], place: str) -> T:
@@ -375,7 +365,7 @@ _NETWORK = {
     "9p": "9p",
     "virtiofs": "virtiofs",
 }
-_OBJECT_STORES = ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount")
+_OBJECT_STORES = {"s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount"}
 # Mount options that make locks visible to this machine only.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
@@ -413,7 +403,7 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
     """The mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, does not tell."""
     found = None
     for line in mounts.splitlines():
-        fields = [_unescape(field) for field in line.split(" ")]
+        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")]
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
@@ -421,10 +411,6 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
         if found is None or len(mount.point.parts) >= len(found.point.parts):
             found = mount
     return found
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 def traits(mount: Mount | None) -> FilesystemTraits:
@@ -442,7 +428,7 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         return FilesystemTraits("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
     if mount.kind in _NETWORK:
         return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
-    if mount.kind.startswith("fuse") and _is_object_store(mount):
+    if mount.kind.startswith("fuse") and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES:
         return FilesystemTraits(
             f"{mount.kind} (an object store)",
             shared=True,
@@ -452,11 +438,6 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             unsupported=True,
         )
     return FilesystemTraits(f"{mount.kind} (local)")
-
-
-def _is_object_store(mount: Mount) -> bool:
-    names = {mount.kind.removeprefix("fuse."), mount.source}
-    return any(name in names for name in _OBJECT_STORES)
 
 
 def _network_concerns(mount: Mount) -> tuple[str, ...]:

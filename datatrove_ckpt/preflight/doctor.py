@@ -6,21 +6,19 @@ The checks change nothing; ``cli/run.py`` prints them.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import posixpath
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -45,9 +43,11 @@ from datatrove_ckpt.preflight.checks import (
     Need,
     State,
     about,
+    answered,
     check_checkpoints,
     check_local_output,
     check_remote,
+    tried,
     within,
 )
 from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_workers
@@ -56,7 +56,6 @@ from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
-from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
 _ANSWER = {
@@ -90,7 +89,7 @@ def examine(executor: PipelineExecutor, documents_per_second: float | None = Non
     Args:
         documents_per_second: see ``Look``.
     """
-    look = Look(plan := RunPlan.of(executor), documents_per_second)
+    look = Look(plan := RunPlan(executor), documents_per_second)
     yield from about("pipeline", _check_steps(plan))
     yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
@@ -107,7 +106,12 @@ def examine(executor: PipelineExecutor, documents_per_second: float | None = Non
                 unreachable.append(index)
             yield from found
     yield from about("job", check_workers(plan))
-    yield from about("job", check_earlier_runs(plan, unreachable))
+    earlier: list[tuple[str, str, Callable[[], object]]] = [
+        ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
+        ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
+        ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+    ]
+    yield from about("job", (_compared(*each) for each in earlier))
 
 
 def _check_steps(plan: RunPlan) -> Iterator[Finding]:
@@ -129,27 +133,26 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
     if (hub := hub_folder_of(step.output_writer)) is not None:
         yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
         if step.checkpoints_local_dir is not None:
-            yield from about(f"{place}checkpoints", _check_refusals(look, step))
+            given = look.documents_per_second
+            room = check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, given)
+            yield from about(f"{place}checkpoints", [room])
 
 
 def _check_server(config: InferenceConfig) -> Iterator[Finding]:
     """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
-    failed = ""
-    try:
-        check_servers(config)
-    except CkptError as error:
-        failed = str(error)
-    if failed:
-        yield Finding("problem", "ready", failed)
-    elif config.server_type == "endpoint":
-        yield Finding("ok", "ready", "the key is set, if the endpoint needs one.")
-    else:
-        yield Finding("ok", "ready", f"everything that {config.server_type} needs is installed here.")
+    yield (ready := tried("ready", partial(_server_is_ready, config)))
     yield _check_open_files(config)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
-    if config.server_type == "endpoint" and not failed:
+    if config.server_type == "endpoint" and ready.state == "ok":
         yield from check_endpoints(config)
+
+
+def _server_is_ready(config: InferenceConfig) -> str:
+    check_servers(config)
+    if config.server_type == "endpoint":
+        return "the key is set, if the endpoint needs one."
+    return f"everything that {config.server_type} needs is installed here."
 
 
 def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
@@ -157,7 +160,8 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
     folder, need, mirrored = step.checkpoints_root, look.needs(step).checkpoints, step.checkpoints_remote_dir
-    yield from check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, not look.plan.is_local)
+    moves = not look.plan.is_local
+    yield from answered(folder, check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, moves))
 
 
 def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -168,8 +172,8 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(writer.output_folder)
     else:
         folder = Path(writer.output_folder.resolve_paths("")).absolute()
-        need, template = look.needs(runner.step).output, writer.output_filename.template
-        yield from check_local_output(folder, template, need, not look.plan.is_local)
+        need = look.needs(runner.step).output
+        yield from answered(folder, check_local_output(folder, need, not look.plan.is_local))
 
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -195,22 +199,13 @@ def _check_rules_of_hub(look: Look, step: InferenceRunner, hub: HubFolder) -> It
         yield check_commits(look.plan.at_once, tasks, step.hub_pace)
     if look.sample.documents:
         chunks = tasks * math.ceil(look.sample.documents / tasks / records)
-        yield check_files(step.output_writer, chunks, tasks, records)
-
-
-def _check_refusals(look: Look, step: InferenceRunner) -> Iterator[Finding]:
-    given = look.documents_per_second
-    rate = observed_rate(look.plan.logging_dir) if given is None else Rate(given, "as given")
-    yield check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, rate)
+        yield check_files(step.output_writer, chunks, tasks)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
     private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
-    try:
-        found = within(REMOTE_SECONDS, lambda: check_access(hub, private, only_look=True, committed=committed), hub.url)
-    except CkptError as error:
-        return Finding("problem", "reachable", str(error))
-    return Finding("ok", "reachable", found)
+    look = partial(check_access, hub, private, only_look=True, committed=committed)
+    return tried("reachable", lambda: within(REMOTE_SECONDS, look, hub.url))
 
 
 def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -226,16 +221,17 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     # A step in between, or an adapter of the user, may drop or shorten documents.
     kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
     folder = Path(writer.output_folder.resolve_paths("")).absolute()
-    answer, smaller = answer_bytes(step), GROWTH if _is_compressed(writer) else 1
+    suffix = writer.output_filename.template.endswith(_COMPRESSED)
+    is_compressed = writer.output_mg.compression not in (None, "infer") or suffix
+    answer, smaller = answer_bytes(step), GROWTH if is_compressed else 1
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     least = max(0, int(number * sample.mean / smaller) - there) if kept else 0
     most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
-    status = os.statvfs(existing_part(folder))
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(existing_part(folder)).free
     state: State = "problem" if free < least else "warning" if free < most else "ok"
     text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
     text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
-    text += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    text += _answers(answer)
     if sample.compressed and not sample.is_all:
         text += f", compressed input counted {GROWTH} times"
     if smaller > 1:
@@ -245,12 +241,7 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 
 def _check_mirror(remote: str) -> Iterator[Finding]:
-    try:
-        folder = get_datafolder(remote)
-    except (ImportError, ValueError, OSError) as error:  # no such protocol, or its library is not installed
-        yield Finding("problem", "reachable", f"checkpoints_remote_dir: {remote}: {error}")
-    else:
-        yield from check_remote(folder, deletes=True)
+    yield from check_remote(get_datafolder(remote), deletes=True)
 
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
@@ -312,19 +303,8 @@ def _check_open_files(config: InferenceConfig) -> Finding:
     return Finding("ok", "open files", text)
 
 
-def check_earlier_runs(plan: RunPlan, unreachable: Collection[int] = ()) -> Iterator[Finding]:
-    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing.
-
-    Args:
-        unreachable: indices of steps whose output folder cannot be reached, which is reported already.
-    """
-    output = partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)
-    yield _compared("job", "earlier runs", partial(check_job, plan, dry_run=True))
-    yield _compared("input", "of finished tasks", partial(check_inputs_unchanged, plan))
-    yield _compared("output", "of earlier runs", output)
-
-
 def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
+    """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing."""
     try:
         found = within(REMOTE_SECONDS, check, subject)
     except (CkptError, OSError) as error:
@@ -345,8 +325,7 @@ _BYTES_PER_TOKEN = 4
 _COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """The space that one runner needs."""
 
     checkpoints: Need
@@ -389,7 +368,7 @@ def estimate(
     staged = int(ranks * records * with_answer)
     most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
     basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
-    basis += "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
+    basis += _answers(answer)
     here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
     here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
     return Needs(
@@ -398,8 +377,8 @@ def estimate(
     )
 
 
-def _is_compressed(writer: DiskWriter) -> bool:
-    return writer.output_mg.compression not in (None, "infer") or writer.output_filename.template.endswith(_COMPRESSED)
+def _answers(most: int | None) -> str:
+    return "answers not counted (max_tokens is not set)" if most is None else f"answers up to {byte_size(most)}"
 
 
 # The rules of the hub -------------------------------------------------------------------------------------------------
@@ -443,97 +422,53 @@ def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
     return Finding(state, "commits", text)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Documents per second of one task, and where the number comes from. None: unknown."""
-
-    documents: float | None
-    source: str = ""
-
-
-def observed_rate(logging_dir: DataFolder) -> Rate:
-    """The mean rate of finished tasks, as datatrove's stats in an executor's ``logging_dir`` have it.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    documents = seconds = 0.0
-    tasks = 0
-    with file_system_call():
-        names = logging_dir.list_files("stats", glob_pattern="*.json") if logging_dir.isdir("stats") else []
-        for name in names[:_TASKS_OBSERVED]:
-            found = _rate_of(json.loads(logging_dir.cat_file(name)))
-            if found is not None:
-                documents, seconds, tasks = documents + found[0], seconds + found[1], tasks + 1
-    if not seconds or not documents:
-        return Rate(None)
-    return Rate(documents / seconds, f"as the stats of {plural(tasks, 'finished task')} say")
-
-
-def _rate_of(stats: Any) -> tuple[float, float] | None:
-    """Documents and seconds of a task; None if its stats do not tell them."""
-    with suppress(KeyError, TypeError, ValueError):
-        for step in stats:
-            found = step["stats"]
-            if "inference_time" in found:
-                number = found["documents"] if "documents" in found else found["documents_processed"]
-                return _total(number), _total(found["inference_time"])
-    return None
-
-
-def _total(stat: Any) -> float:
-    return float(stat["total"] if isinstance(stat, dict) else stat)
-
-
-def check_refusals(folder: Path, sample: Sample, answer: int | None, ranks: int, rate: Rate) -> Finding:
+def check_refusals(
+    folder: Path, sample: Sample, answer: int | None, ranks: int, documents_per_second: float | None
+) -> Finding:
     """Compares the free bytes with what piles up in an hour in which the hub takes no commit.
 
     Args:
         folder: ``checkpoints_local_dir``.
         answer: bytes of the answers to one document; None if unknown.
         ranks: tasks at once, on this disk.
+        documents_per_second: of one task; None: not known.
     """
     what = "while the hub refuses commits"
-    status = os.statvfs(existing_part(folder))
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(existing_part(folder)).free
     if not sample.number:
         text = f"{byte_size(free)} free; what an hour needs {what} cannot be estimated: no document could be read."
         return Finding("ok", "room for refusals", text)
     # The journal and the staged file hold document and answer, the request cache the answer.
     each = 2 * (sample.mean + (answer or 0)) + (answer or 0)
-    answers = "answers not counted (max_tokens is not set)" if answer is None else f"answers up to {byte_size(answer)}"
-    basis = f"{plural(ranks, 'task')} at once, documents of {byte_size(sample.mean)}, {answers}"
-    if rate.documents is None:
+    basis = f"{plural(ranks, 'task')} at once, documents of {byte_size(sample.mean)}, {_answers(answer)}"
+    if documents_per_second is None:
         text = f"{byte_size(free)} free; {what}, an hour of 1 document per second and task needs "
         text += f"{byte_size(each * ranks * HOUR)} ({basis}). Give --documents-per-second to have it compared."
         return Finding("ok", "room for refusals", text)
-    need = int(each * ranks * rate.documents * HOUR)
+    need = int(each * ranks * documents_per_second * HOUR)
     state: State = "ok" if free >= need else "warning"
     text = f"{byte_size(free)} free; {what}, an hour needs up to {byte_size(need)}: {basis}, "
-    text += f"{rate.documents:.3g} documents per second and task, {rate.source}."
+    text += f"{documents_per_second:.3g} documents per second and task, as given."
     if state == "warning":
         hours = free / need * HOUR
         text += f" It is full after {duration(hours)}; then the job waits, and goes on by itself. Free some space."
     return Finding(state, "room for refusals", text)
 
 
-def check_files(writer: DiskWriter, chunks: int, tasks: int, records_per_chunk: int) -> Finding:
+def check_files(writer: DiskWriter, chunks: int, tasks: int) -> Finding:
     """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
     folders = _folders(writer.output_filename, chunks, tasks)
     in_folder = None if folders is None else math.ceil(chunks / folders)
     text = f"about {plural(chunks, 'file')}"
     text += "" if in_folder is None else f", up to {in_folder} in a folder"
     advice = []
-    factor = chunks / FILES_PER_REPOSITORY
     if chunks > FILES_PER_REPOSITORY:
         advice.append(f"more than {FILES_PER_REPOSITORY} files in a repository")
     if in_folder is not None and in_folder > FILES_PER_FOLDER:
         advice.append(f"more than {FILES_PER_FOLDER} in a folder")
-        factor = max(factor, in_folder / FILES_PER_FOLDER)
     if not advice:
         return Finding("ok", "files", f"{text}.")
-    records = _round_up(records_per_chunk * factor)
-    text += f". The hub becomes slow with {' and with '.join(advice)}. Set records_per_chunk to {records} or more"
+    text += f". The hub becomes slow with {' and with '.join(advice)}. Raise records_per_chunk"
     text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
     return Finding("warning", "files", text)
 
@@ -545,9 +480,3 @@ def _folders(template: Template, chunks: int, tasks: int) -> int | None:
         return None
     names = folder.get_identifiers()
     return chunks if "chunk_index" in names else tasks if "rank" in names else 1
-
-
-def _round_up(number: float) -> int:
-    """Two significant digits."""
-    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
-    return math.ceil(number / unit) * unit

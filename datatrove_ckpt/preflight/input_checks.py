@@ -17,7 +17,7 @@ from datatrove_ckpt.formatting import byte_size, error_text, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.preflight.checks import Finding, within
 from datatrove_ckpt.preflight.inputs import check_codecs
-from datatrove_ckpt.preflight.probes import REMOTE_SECONDS, RemoteFailed
+from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
@@ -83,11 +83,9 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names, sizes), where)
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
-    except (RemoteFailed, CkptError) as error:
-        return [Finding("problem", "readable", str(error))], Sample()
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
-        return [Finding("problem", "readable", text)], Sample()
+        return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
     if not sample.number and names and not sample.input_bytes:
         return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
@@ -204,8 +202,6 @@ GROWTH = 4
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
 # How many times longer than with equal tasks a run may take because of its largest task.
 _LONGER = 2.0
-# Numbers of tasks right above the present one that are tried for a better division.
-_TRIED = 10
 
 
 def grown(name: str, size: int) -> int:
@@ -248,10 +244,9 @@ def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, 
     if longer < _LONGER:
         return Finding("ok", "shares", f"{text}; the largest task {share}.")
     rank = shares.index(max(shares))
-    number = _better_number(bytes_read, tasks, workers)
     text = (
         f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
-        f"as long as with equal tasks. {number or _split(names, sizes, rank, tasks)} Do it before the first start."
+        f"as long as with equal tasks. {_split(names, sizes, rank, tasks)} Do it before the first start."
     )
     return Finding("warning", "shares", text)
 
@@ -275,18 +270,8 @@ def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int
     return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
 
 
-def _better_number(sizes: Sequence[int], tasks: int, workers: int) -> str:
-    """A larger number of tasks, if one divides the input well."""
-    for number in [*range(tasks + 1, tasks + 1 + _TRIED), 2 * tasks, 4 * tasks, len(sizes)]:
-        if tasks < number <= len(sizes):
-            shares = _shares(sizes, number)
-            if all(shares) and _times_longer(shares, workers) < _LONGER:
-                return f"Set tasks to {number}: then the largest holds {_largest(shares)} of the bytes."
-    return ""
-
-
 def _split(names: Sequence[str], sizes: Sequence[int], rank: int, tasks: int) -> str:
-    """Advice for a file that is too large for any number of tasks."""
+    """Advice for the largest file of a task."""
     size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
     return f"Split {name!r} ({byte_size(size)}) into files of about {byte_size(sum(sizes) / tasks)}."
 

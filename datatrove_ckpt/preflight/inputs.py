@@ -24,7 +24,7 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord, SkippedLines
@@ -142,11 +142,15 @@ def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int], shares: Shares | None
 ) -> int:
     """Returns the number of files that were compared."""
-    inputs = _list(reader, records)
-    if shares is not None:
+    # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
+    is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
+    inputs = None if is_whole else list_input(reader)
+    if shares is not None and inputs is not None:
         shares.of(0).check_input(inputs.names)
-    then = {file.name: file for record in records.values() for file in record.files}
-    now = {file.name: file for file in sample_files(inputs, [i for i, name in enumerate(inputs.names) if name in then])}
+    now = then = {file.name: file for record in records.values() for file in record.files}
+    if inputs is not None:
+        known = [index for index, name in enumerate(inputs.names) if name in then]
+        now = {file.name: file for file in sample_files(inputs, known)}
     changes = _Changes()
     changes.removed = {name for name in then if name not in now or now[name].size == MISSING}
     differences = {name: _difference(then[name], now[name]) for name in then.keys() - changes.removed}
@@ -157,7 +161,10 @@ def _check_reader(
     for rank, record in records.items():
         if rank in resuming:
             continue
-        if shares is None:
+        names: Sequence[str]
+        if inputs is None:
+            names = [file.name for file in record.files]
+        elif shares is None:
             names = inputs.of_rank(rank, tasks).names
         else:  # part of a file is compared as the whole of it, by the rank that has its end
             read = {file.name for file in record.files}
@@ -178,30 +185,9 @@ def _check_reader(
 
 def _is_gone(reader: BaseDiskReader) -> bool:
     try:
-        return not _list(reader, {}).names
+        return not list_input(reader).names
     except (FileNotFoundError, InputError):  # such as a repository on the hub
         return True
-
-
-def _list(reader: BaseDiskReader, records: dict[int, ReaderRecord]) -> Inputs:
-    """The input as it is now. Of a dataset that would be downloaded, its name stands for it, and its commit is kept."""
-    if isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole:
-        return _Unchanged(next((record.files for record in records.values()), [FileRecord(reader.dataset, 0, "", 0.0)]))
-    return list_input(reader)
-
-
-class _Unchanged(Inputs):
-    """The files of a record, for an input that is not listed."""
-
-    def __init__(self, files: Sequence[FileRecord]) -> None:
-        super().__init__(None, [file.name for file in files], {i: {"size": f.size} for i, f in enumerate(files)})
-        self._files = files
-
-    def sample(self, index: int) -> str:
-        return self._files[index].sample
-
-    def of_rank(self, rank: int, world_size: int) -> Inputs:
-        return self
 
 
 def _difference(then: FileRecord, now: FileRecord) -> str:

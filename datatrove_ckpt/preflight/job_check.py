@@ -29,7 +29,6 @@ from tempfile import TemporaryDirectory
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
@@ -142,7 +141,7 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
             skipped = [rank for rank in skipped if rank not in missing]
         elif mirror and not dry_run:
             _restore(mirror, folder, missing, plan.tasks)
-        wrong = _Check(plan, runner.step, runner.identity, root, folder, skipped).run()
+        wrong = _Check(plan, runner, root, folder, skipped).run()
     job = JobLedger.read(root, plan.tasks, ranks={})
     job.refuse_other_number()
     if not deals_out and not (mirror and dry_run):
@@ -197,18 +196,19 @@ class _Check:
     """
 
     plan: RunPlan
-    step: InferenceRunner
-    identity: RunIdentity
+    runner: RunnerPlan
     root: Path
     folder: Path
     skipped: list[int]
 
     def run(self) -> dict[int, str]:
         """Returns what is wrong with markers that are to be removed, by rank."""
-        identity, ranks = self.identity, self.plan.local_ranks
+        identity, ranks = self.runner.identity, self.plan.local_ranks
         found = compare_job(self.folder, identity, None if len(ranks) == self.plan.tasks else ranks, self._counts)
-        if self.step.checkpoints_remote_dir:
-            found.join(compare_mirrored_job(self.step.checkpoints_remote_dir, self.folder, identity, self._counts))
+        if self.runner.step.checkpoints_remote_dir:
+            found.join(
+                compare_mirrored_job(self.runner.step.checkpoints_remote_dir, self.folder, identity, self._counts)
+            )
         empty = [rank for rank in self.skipped if rank in found.empty]
         self.skipped = [rank for rank in self.skipped if rank not in empty]
         if found.changes:
@@ -222,7 +222,7 @@ class _Check:
 
     def _counts(self, change: Change) -> bool:
         """A retry takes dead letters with any settings, but each rank takes its own."""
-        return not self.step.retry_dead_letters or change.field == "tasks"
+        return not self.runner.step.retry_dead_letters or change.field == "tasks"
 
     def _refuse(self, found: JobChanges, tasks: int) -> None:
         """Raises, unless the changes are accepted and there is a task that they can be applied to."""
@@ -231,11 +231,11 @@ class _Check:
             f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
         )
         may_mix = not found.is_layout and len(self.skipped) < tasks
-        if self.step.accept_changes and may_mix:
+        if self.runner.step.accept_changes and may_mix:
             if finished:
                 logger.warning(finished)
             return
-        way_out = way_back(found.changes, self.identity, may_mix)
+        way_out = way_back(found.changes, self.runner.identity, may_mix)
         if len(self.skipped) == tasks:
             way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
             letters = [rank_folder(self.folder, rank) / DEAD_LETTERS for rank in self.skipped]
@@ -250,7 +250,7 @@ class _Check:
         if missing:
             markers = self.plan.logging_dir.resolve_paths("completions")
             them = "it" if len(missing) == 1 else "them"
-            mirror = self.step.checkpoints_remote_dir
+            mirror = self.runner.step.checkpoints_remote_dir
             holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
             raise CheckpointMismatch(
                 f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "

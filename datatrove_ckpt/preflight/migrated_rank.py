@@ -17,9 +17,9 @@ One chunk at a time is in memory, with its input.
 
 from __future__ import annotations
 
-import re
+import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,7 +34,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_last_chunk
 from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import COMMITS, MIGRATED, journal_indices, journal_path
@@ -45,7 +45,6 @@ from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.formats import Format, Jsonl, format_of
-from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner
@@ -55,11 +54,8 @@ _OTHER_TEXT = "what datatrove has kept under its id has another text"
 _AGAIN = "the chunk's output has to be made again, and the document cannot be made of it"
 _LEAST_KNOWN = 0.75
 _AT_ONCE = 64
-_BLOCK = 1 << 20
 _NO_RESULTS = "__no_rollouts_remove"  # datatrove's mark for a document that it keeps out of the output
 _OWN_FIELDS = ("text", "id", "media", "metadata")
-# datatrove 0.8 read its own chunk files with a reader that adds their names.
-_OF_CHUNK_FILE = re.compile(r"chunk_\d+\.jsonl$")
 
 
 class Left(NamedTuple):
@@ -161,8 +157,7 @@ class Theirs:
 
     def last(self) -> int:
         """The chunk up to which datatrove calls all finished; -1: none, or the file is damaged."""
-        text = self.last_chunk.read_bytes() if self.last_chunk.exists() else b""
-        return int(text) if text.strip().isdigit() and len(text) < 20 else -1
+        return -1 if (last := read_last_chunk(self.last_chunk)) is None else last
 
     def chunk_files(self) -> list[int]:
         """The unfinished chunks that have a file."""
@@ -228,31 +223,25 @@ class _Rows:
     """The rows of a chunk's output, or of datatrove's file of an unfinished chunk.
 
     Attributes:
+        left: rows that were not taken yet, by id.
         problems: what is wrong with the files. A torn line, as a kill leaves it, is left out, with the next one, which
             datatrove has appended right behind it.
     """
 
-    def __init__(self, step: InferenceRunner, plain: bool = True) -> None:
+    def __init__(self, theirs: Theirs, plain: bool = True) -> None:
         self.problems: list[str] = []
-        self._step = step
-        self._plain = plain
-        self._by_id: dict[str, list[_Row]] = {}
-        self.most_results = 0
+        self.left: dict[str, list[_Row]] = {}
+        self.most_results = self.total = 0
+        self._step, self._any_text, self._plain = theirs.step, theirs.any_text, plain
 
-    @property
-    def left(self) -> int:
-        """Number of rows that were not taken."""
-        return sum(map(len, self._by_id.values()))
+    def count_left(self) -> int:
+        return sum(map(len, self.left.values()))
 
-    def has(self, id: str) -> bool:
-        """Whether rows with this id were not taken."""
-        return bool(self._by_id.get(id))
-
-    def take(self, document: Document, any_text: bool) -> _Row | None:
+    def take(self, document: Document) -> _Row | None:
         """The first row of the document that was not taken yet; None if there is none."""
-        rows = self._by_id.get(str(document.id), [])
+        rows = self.left.get(str(document.id), [])
         for index, row in enumerate(rows):
-            if any_text or row.text is None or row.text == _digest(document.text):
+            if self._any_text or row.text is None or row.text == _digest(document.text):
                 return rows.pop(index)
         return None
 
@@ -274,7 +263,8 @@ class _Rows:
         dropped, results = _NO_RESULTS in metadata, metadata.get(self._step.metadata_key)
         if self._plain and not dropped:
             self._check(results, f"the document {safe_repr(str(row['id']))} in {name}")
-        self._by_id.setdefault(str(row["id"]), []).append(_Row(text, line, dropped, _work_of(results)))
+        self.left.setdefault(str(row["id"]), []).append(_Row(text, line, dropped, _work_of(results)))
+        self.total += 1
 
     def _check(self, results: object, document: str) -> None:
         """Documents with other results than the next run makes must not stand beside them."""
@@ -288,47 +278,31 @@ class _Rows:
         self.most_results = max(self.most_results, len(results))
 
 
-class _Kept:
-    """What datatrove's run has kept of a chunk. Gives each document its rows; the documents come in input order."""
+def _of_checkpoint(theirs: Theirs, index: int) -> _Rows:
+    """The rows of a chunk's own file."""
+    rows, path = _Rows(theirs), journal_path(theirs.folder, index)
+    if path.exists():
+        with path.open("rb") as lines:
+            rows.read(Jsonl().rows(lines, ()), path.name)
+    return rows
 
-    def __init__(self, theirs: Theirs, index: int) -> None:
-        self._any_text = theirs.any_text
-        self.checkpoint = _Rows(theirs.step)
-        path, writer = journal_path(theirs.folder, index), theirs.step.output_writer
-        if path.exists():
-            with path.open("rb") as lines:
-                self.checkpoint.read(Jsonl().rows(lines, ()), path.name)
-        is_plain = getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
-        self.output = _Rows(theirs.step, is_plain)
-        columns = ("id", "text", "metadata", theirs.step.metadata_key)
-        for name in theirs.outputs.get(index, ()):
-            try:
-                known = _format_of(writer, name)
-                compression = None if known.is_compressed else writer.output_mg.compression or None
-                with writer.output_folder.open(name, "rb", compression=compression) as file:
-                    self.output.read(known.rows(file, columns), name)
-            except CkptError:
-                raise
-            except Exception as error:  # each codec has errors of its own
-                self.output.problems.append(
-                    f"{name} cannot be read to its end ({safe_text(error) or type(error).__name__})"
-                )
-        self.total = self.left
 
-    @property
-    def left(self) -> int:
-        return self.output.left + self.checkpoint.left
-
-    def take(self, document: Document) -> tuple[_Row | None, _Row | None]:
-        """Its rows in the output and in the chunk file."""
-        return self.output.take(document, self._any_text), self.checkpoint.take(document, self._any_text)
-
-    @property
-    def most_results(self) -> int:
-        return max(self.output.most_results, self.checkpoint.most_results)
-
-    def has(self, id: str) -> bool:
-        return self.output.has(id) or self.checkpoint.has(id)
+def _of_output(theirs: Theirs, index: int) -> _Rows:
+    """The rows of a chunk's output files."""
+    writer = theirs.step.output_writer
+    rows = _Rows(theirs, getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter)
+    columns = ("id", "text", "metadata", theirs.step.metadata_key)
+    for name in theirs.outputs.get(index, ()):
+        try:
+            known = _format_of(writer, name)
+            compression = None if known.is_compressed else writer.output_mg.compression or None
+            with writer.output_folder.open(name, "rb", compression=compression) as file:
+                rows.read(known.rows(file, columns), name)
+        except CkptError:
+            raise
+        except Exception as error:  # each codec has errors of its own
+            rows.problems.append(f"{name} cannot be read to its end ({safe_text(error) or type(error).__name__})")
+    return rows
 
 
 def _format_of(writer: DiskWriter, name: str) -> Format:
@@ -375,15 +349,15 @@ class _Judge:
     """Judges one chunk. ``claimed``: datatrove calls it finished."""
 
     def __init__(self, chunk: Chunk, theirs: Theirs, claimed: bool) -> None:
-        self.chunk, self.kept = chunk, _Kept(theirs, chunk.index)
-        self._claimed = claimed
+        self.chunk, self._claimed = chunk, claimed
+        self._output, self._checkpoint = _of_output(theirs, chunk.index), _of_checkpoint(theirs, chunk.index)
         self._lacking_are_dropped = claimed and theirs.lacking_are_dropped and bool(chunk.files)
         self._if_finished = DocumentCounts()
         self._usable: list[tuple[int, SourceDocument, _Row]] = []
 
     def see(self, ordinal: int, source: SourceDocument) -> None:
         """The next document of the chunk."""
-        output, checkpoint = self.kept.take(source.document)
+        output, checkpoint = self._output.take(source.document), self._checkpoint.take(source.document)
         usable = [row for row in (checkpoint, output) if row is not None and (row.dropped or row.line is not None)]
         if usable:
             self._usable.append((ordinal, source, usable[0]))
@@ -393,24 +367,27 @@ class _Judge:
         _count(self.chunk.counts, usable[0] if usable else None)
         _count(self._if_finished, output or (checkpoint if checkpoint is not None and checkpoint.dropped else None))
 
-    def end(self, last: SourceDocument) -> None:
+    def end(self, last: SourceDocument, rank: Rank, rows: Counter[str]) -> None:
         """All documents of the chunk were seen. The position of the last is known once the next document is there."""
-        chunk, output, counts = self.chunk, self.kept.output, self._if_finished
+        chunk, counts, left = self.chunk, self._if_finished, self._output.count_left()
         chunk.position = last.position()
-        chunk.problems = [*output.problems, *self.kept.checkpoint.problems]
+        chunk.problems = [*self._output.problems, *self._checkpoint.problems]
         lacking = counts.read - counts.written - counts.dropped
-        if not output.problems and not output.left and (not lacking or self._lacking_are_dropped):
+        if not self._output.problems and not left and (not lacking or self._lacking_are_dropped):
             chunk.finished, chunk.counts, chunk.left = True, counts, []
             counts.dropped += lacking
         else:
-            if output.left:
-                chunk.problems.append(f"rows of its output of no document of this chunk, or there twice: {output.left}")
+            if left:
+                chunk.problems.append(f"rows of its output of no document of this chunk, or there twice: {left}")
             chunk.left = [one._replace(why=self._why(one)) for one in chunk.left]
+        rank.chunks.append(chunk)
+        rank.most_results = max(rank.most_results, self._output.most_results, self._checkpoint.most_results)
+        rows.update(all=self._output.total + self._checkpoint.total, unknown=left + self._checkpoint.count_left())
 
-    def _why(self, left: Left) -> str:
-        if self.kept.has(left.id):
+    def _why(self, one: Left) -> str:
+        if self._output.left.get(one.id) or self._checkpoint.left.get(one.id):
             return _OTHER_TEXT
-        return left.why or (LACKS if self._claimed else "")
+        return one.why or (LACKS if self._claimed else "")
 
     def write_journal(self, folder: Path, metadata_key: str) -> None:
         """The documents that are kept of a chunk that is not finished."""
@@ -449,12 +426,9 @@ async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | N
 
     def end_chunk() -> None:
         if current is not None and last is not None:
-            current.end(last)
+            current.end(last, rank, rows)
             if folder is not None:
                 current.write_journal(folder, theirs.step.metadata_key)
-            rank.chunks.append(current.chunk)
-            rank.most_results = max(rank.most_results, current.kept.most_results)
-            rows.update(all=current.kept.total, known=current.kept.total - current.kept.left)
 
     ordinal = 0
     documents = _documents(runner, rank.rank, writes=folder is not None)
@@ -485,20 +459,16 @@ def _problem(rank: Rank, theirs: Theirs, rows: Counter[str], documents: int, chu
             f"the input has {documents} documents, but datatrove's run has kept documents of chunk {chunks - 1}, which "
             "would begin beyond its end"
         )
-    if rows["known"] < rows["all"] * _LEAST_KNOWN:
+    if (known := rows["all"] - rows["unknown"]) < rows["all"] * _LEAST_KNOWN:
         return (
-            f"only {rows['known']} of the {rows['all']} rows that datatrove's run has kept are of documents that the "
+            f"only {known} of the {rows['all']} rows that datatrove's run has kept are of documents that the "
             "input has in the same chunk"
         )
-    claimed = rank.chunks[: theirs.last() + 1]
+    claimed, writer = rank.chunks[: theirs.last() + 1], theirs.step.output_writer
     if claimed and not any(chunk.files for chunk in claimed):
-        where, template = (
-            theirs.step.output_writer.output_folder.resolve_paths(""),
-            theirs.step.output_writer.output_filename.template,
-        )
         return (
-            f"{theirs.last_chunk} calls {len(claimed)} chunks finished, but {where} holds none of their files, named "
-            f"as {template!r} says"
+            f"{theirs.last_chunk} calls {len(claimed)} chunks finished, but {writer.output_folder.resolve_paths('')} "
+            f"holds none of their files, named as {writer.output_filename.template!r} says"
         )
     return ""
 
@@ -512,9 +482,7 @@ def build(folder: Path, claim: RunClaim, rank: Rank, theirs: Theirs) -> None:
     claim.take(len(finished))
     log = files.AppendFile(folder / COMMITS)
     writer = theirs.step.output_writer
-    hub = HubFolder.of(writer.output_folder)
-    listed = hub.look_up([name for chunk in finished for name in chunk.files]) if hub is not None else {}
-    log.append(b"".join(seal(_commit(chunk, writer, listed).to_json()) for chunk in finished))
+    log.append(b"".join(seal(_commit(chunk, writer).to_json()) for chunk in finished))
     log.sync()
     note = {"aside": rank.aside, "moved": not rank.aside, "from": str(theirs.folder), **rank.to_json()}
     files.disk.replace(folder / MIGRATED, orjson.dumps(note))
@@ -522,12 +490,12 @@ def build(folder: Path, claim: RunClaim, rank: Rank, theirs: Theirs) -> None:
     files.disk.close(folder)
 
 
-def _commit(chunk: Chunk, writer: DiskWriter, listed: Mapping[str, HubFile]) -> Commit:
+def _commit(chunk: Chunk, writer: DiskWriter) -> Commit:
     return Commit(
         chunk_index=chunk.index,
         first_ordinal=chunk.first_ordinal,
         counts=chunk.counts,
-        files=[_output_file(writer, name, listed.get(name)) for name in chunk.files],
+        files=[_output_file(writer, name) for name in chunk.files],
         position=chunk.position,
         last_input=chunk.last_input,
         work=chunk.counts.unsplit().to_json(),
@@ -535,16 +503,13 @@ def _commit(chunk: Chunk, writer: DiskWriter, listed: Mapping[str, HubFile]) -> 
     )
 
 
-def _output_file(writer: DiskWriter, name: str, listed: HubFile | None) -> OutputFile:
+def _output_file(writer: DiskWriter, name: str) -> OutputFile:
     """Reads the file. A local one is synced: datatrove does not do that."""
-    content, size = xxhash.xxh3_128(), 0
     with writer.output_folder.open(name, "rb") as file:
-        while block := file.read(_BLOCK):
-            content.update(block)
-            size += len(block)
+        content, size = hashlib.file_digest(file, xxhash.xxh3_128), file.tell()
     if writer.output_folder.is_local():
         files.disk.sync(Path(writer.output_folder.resolve_paths(name)))
-    return OutputFile(name, size, content.hexdigest(), "" if listed is None else listed.hash)
+    return OutputFile(name, size, content.hexdigest())
 
 
 def _finished(ordinal: int, source: SourceDocument, row: _Row, metadata_key: str) -> Finished:
@@ -557,8 +522,6 @@ def _finished(ordinal: int, source: SourceDocument, row: _Row, metadata_key: str
 def _document(document: Document, line: dict[str, Any], metadata_key: str) -> Document:
     """The finished document: as it was read, with what its line has besides. JSON has lost types, and the input not."""
     metadata = _metadata_of(line)
-    if "file_path" not in document.metadata and _OF_CHUNK_FILE.search(str(metadata.get("file_path"))):
-        metadata = {name: value for name, value in metadata.items() if name != "file_path"}
     kept = {name: value for name, value in document.metadata.items() if name in metadata}
     document.metadata = {name: _typed(kept, name, value) for name, value in metadata.items()}
     document.text = line.get("text", "")

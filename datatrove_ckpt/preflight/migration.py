@@ -87,17 +87,11 @@ class Migration:
         any_text: bool = False,
         dry_run: bool = False,
     ) -> None:
-        plan = RunPlan.of(executor)
-        found = plan.runners
-        if len(found) != 1 or found[0].step.checkpoints_local_dir is None:
-            raise ConfigError(
-                f"migrate: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                "checkpoints_local_dir, which goes on with the run of datatrove's."
-            )
-        self._runner, self._folder, self._dry_run = found[0], folder, dry_run
+        plan = RunPlan(executor)
+        self._runner, self._folder, self._dry_run = plan.only_runner("migrate"), folder, dry_run
         self._logs = plan.logging_dir if logging_dir is None else get_datafolder(logging_dir)
         self._lacking_are_dropped, self._any_text = lacking_are_dropped, any_text
-        self._step = found[0].step
+        self._step = self._runner.step
         self._root = self._step.checkpoints_root.absolute()
         self._aside = self._root / FROM_DATATROVE
         # Then datatrove's folder becomes ours, and what an earlier call has moved aside belongs to it.
@@ -154,8 +148,11 @@ class Migration:
             if rank.done:
                 self._move_output(rank, dry_run=True)
             else:
-                claim = None if self._dry_run else self._claim(number)
-                folder = None if self._dry_run else self._new(number)
+                claim, folder = None, None if self._dry_run else self._new(number)
+                if folder is not None:
+                    files.disk.remove_tree(folder)  # what an interrupted call has left there
+                    files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
+                    claim = RunClaim(folder, self._runner.identity)
                 asyncio.run(judge(rank, one, self._runner, folder))
                 committed = {name for chunk in rank.chunks if chunk.finished for name in chunk.files}
                 rank.aside = [name for names in one.outputs.values() for name in names if name not in committed]
@@ -209,7 +206,7 @@ class Migration:
         writer = self._step.output_writer
         pattern = output_pattern(writer.output_filename.template, any_writer=True, rank=f"{rank:05d}")
         found: dict[int, list[str]] = {}
-        for name in sorted(list_output(writer, (), rank).sizes):
+        for name in sorted(list_output(writer, {}, rank).sizes):
             if (match := pattern.fullmatch(name)) is not None:
                 (retry, number), chunk = rank_and_chunk(match)
                 if not retry and number == rank and ".." not in name.split("/"):
@@ -249,12 +246,6 @@ class Migration:
 
     def _new(self, rank: int) -> Path:
         return rank_folder(self._aside / _NEW, rank)
-
-    def _claim(self, rank: int) -> RunClaim:
-        """A claim on a new folder. What an interrupted call has left there is removed."""
-        files.disk.remove_tree(self._new(rank))
-        files.disk.make_dirs(self._new(rank), files.PRIVATE_FOLDER)
-        return RunClaim(self._new(rank), self._runner.identity)
 
     def _take_over(self, rank: Rank, theirs: Theirs, claim: RunClaim) -> None:
         folder, aside, new = rank_folder(self._root, rank.rank), self._aside, self._new(rank.rank)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from datatrove.io import DataFolder, get_datafolder
 
@@ -105,7 +106,10 @@ class Table:
 
 def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
     """The table of a setting whose present value is ``now``, in seconds (None: not set)."""
-    best, low, high = (_best(seconds, mtbf, tuning) for seconds in (cost.median, cost.low, cost.high))
+    # In two significant digits, and not shorter than ``auto`` ever is.
+    best, low, high = (
+        max(float(f"{daly(seconds, mtbf):.2g}"), tuning.shortest) for seconds in (cost.median, cost.low, cost.high)
+    )
     auto = tuning.interval([cost.median])
     notes: dict[float, list[str]] = {step: [] for step in _LADDER if best / 40 <= step <= best * 40}
     notes.setdefault(best, []).append("best")
@@ -117,11 +121,6 @@ def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, 
     return Table(setting, cost, mtbf, *optimum, best, low, high, rows)
 
 
-def _best(cost: float, mtbf: float, tuning: Tuning) -> float:
-    """Daly's optimum in two significant digits, and not shorter than ``auto`` ever is."""
-    return max(float(f"{daly(cost, mtbf):.2g}"), tuning.shortest)
-
-
 def _row(interval: float, cost: float, mtbf: float, notes: tuple[str, ...]) -> Row:
     return Row(interval, cost / interval, interval / 2 + cost, interval + cost, efficiency(interval, cost, mtbf), notes)
 
@@ -131,17 +130,13 @@ def describe_table(table: Table) -> Iterator[str]:
     yield f"{table.setting}: a save costs {table.cost}; a loss every {duration(table.mtbf)}"
     yield f"  {'interval':>9} {'overhead':>9} {'lost: mean':>11} {'at most':>9} {'efficiency':>11}"
     for row in table.rows:
-        shares = f"{_percent(row.overhead):>9} {duration(row.lost_mean):>11} {duration(row.lost_most):>9}"
+        shares = f"{f'{100 * row.overhead:.2g} %':>9} {duration(row.lost_mean):>11} {duration(row.lost_most):>9}"
         line = f"  {duration(row.interval):>9} {shares} {100 * row.efficiency:>9.3f} %  {', '.join(row.notes)}"
         yield line.rstrip()
     yield (
         f"  best: {duration(table.young)} (Young), {duration(table.daly)} (Daly); {duration(table.best_low)} to "
         f"{duration(table.best_high)} within the spread of what a save costs"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
 
 
 # The measurement -----------------------------------------------------------------------------------------------------
@@ -177,8 +172,10 @@ def advise(place: str, step: InferenceRunner, mtbf: float) -> Advice:
     remote, notes = _remote(step)
     uploads: tuple[UploadCost, ...] = ()
     if remote is not None:
-        uploads = within(2 * REMOTE_SECONDS, lambda: _measure_uploads(remote), remote.resolve_paths(""))
-        cost = _times(MIRROR_REQUESTS, uploads[0].upload)
+        uploads = within(2 * REMOTE_SECONDS, partial(_measure_uploads, remote), remote.resolve_paths(""))
+        one = uploads[0].upload
+        n = MIRROR_REQUESTS
+        cost = Quantiles(n * one.median, n * one.low, n * one.high, one.number)
         now = step.mirror_seconds if step.checkpoints_remote_dir else None
         tables.append(make_table("mirror_seconds", cost, mtbf, now, MIRROR_TUNING))
     url = remote.resolve_paths("") if remote is not None else None
@@ -200,10 +197,6 @@ def _remote(step: InferenceRunner) -> tuple[DataFolder | None, list[str]]:
 
 def _measure_uploads(remote: DataFolder) -> tuple[UploadCost, UploadCost]:
     return measure_upload(remote, SMALL_OBJECT, seconds=5.0), measure_upload(remote, LARGE_OBJECT, seconds=10.0)
-
-
-def _times(number: int, spread: Quantiles) -> Quantiles:
-    return Quantiles(number * spread.median, number * spread.low, number * spread.high, spread.number)
 
 
 def describe(advice: Advice) -> Iterator[str]:

@@ -178,17 +178,18 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
         return seconds
 
     try:
-        yield upload
-    except BaseException:
-        with suppress(Exception):
-            folder.rm_file(name)
-        _remove_made(folder, made)
-        raise
-    try:
+        try:
+            yield upload
+        except BaseException:
+            with suppress(Exception):
+                folder.rm_file(name)
+            raise
         with _explained(f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted):
             folder.rm_file(name)
     finally:
-        _remove_made(folder, made)
+        for path in made:
+            with suppress(Exception):  # another process may have put something into it meanwhile
+                folder.fs.rmdir(path)
 
 
 def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
@@ -210,12 +211,6 @@ def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
         missing.append(path)
         path = fs._parent(path)
     return missing
-
-
-def _remove_made(folder: DataFolder, made: list[str]) -> None:
-    for path in made:
-        with suppress(Exception):  # another process may have put something into it meanwhile
-            folder.fs.rmdir(path)
 
 
 @contextmanager

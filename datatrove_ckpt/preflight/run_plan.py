@@ -17,6 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -59,9 +60,8 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
-@dataclass(frozen=True)
 class RunPlan:
-    """A job.
+    """A job, as any datatrove executor describes it.
 
     Attributes:
         name: of the executor's class.
@@ -73,36 +73,20 @@ class RunPlan:
         waits: another job has yet to create the input.
     """
 
-    name: str
-    pipeline: Sequence[PipelineStep]
-    tasks: int
-    local_ranks: range
-    is_local: bool
-    tasks_per_job: int
-    workers: int
-    logging_dir: DataFolder
-    depends: RunPlan | None
-    waits: bool
-    _executor: PipelineExecutor
-
-    @classmethod
-    def of(cls, executor: PipelineExecutor) -> RunPlan:
-        """The plan of any datatrove executor."""
-        tasks, first = int(executor.world_size), getattr(executor, "local_rank_offset", 0)
+    def __init__(self, executor: PipelineExecutor) -> None:
+        self.name = type(executor).__name__
+        self.pipeline: Sequence[PipelineStep] = executor.pipeline
+        self.tasks = int(executor.world_size)
+        first = getattr(executor, "local_rank_offset", 0)
+        self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
+        self.is_local = isinstance(executor, LocalPipelineExecutor)
+        self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
+        self.workers: int = getattr(executor, "workers", -1)
+        self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
-        return cls(
-            name=type(executor).__name__,
-            pipeline=executor.pipeline,
-            tasks=tasks,
-            local_ranks=range(first, first + getattr(executor, "local_tasks", tasks)),
-            is_local=isinstance(executor, LocalPipelineExecutor),
-            tasks_per_job=getattr(executor, "tasks_per_job", 1),
-            workers=getattr(executor, "workers", -1),
-            logging_dir=executor.logging_dir,
-            depends=None if depends is None else cls.of(depends),
-            waits=bool(depends or getattr(executor, "depends_job_id", None)),
-            _executor=executor,
-        )
+        self.depends = None if depends is None else RunPlan(depends)
+        self.waits = bool(depends or getattr(executor, "depends_job_id", None))
+        self._executor = executor
 
     @property
     def runners(self) -> list[RunnerPlan]:
@@ -115,6 +99,19 @@ class RunPlan:
             else:
                 before.append(step)
         return found
+
+    def only_runner(self, command: str) -> RunnerPlan:
+        """The one runner of the job.
+
+        Raises:
+            ConfigError: there is none, or several, or it keeps no checkpoints.
+        """
+        if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
+            raise ConfigError(
+                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
+                "checkpoints_local_dir."
+            )
+        return found[0]
 
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:

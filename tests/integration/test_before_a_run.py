@@ -187,7 +187,7 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
 
 
 def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
-    plan = RunPlan.of(LocalPipelineExecutor([step], logging_dir=str(folder)))
+    plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
     return list(doctor.check_runner(doctor.Look(plan, None, sample), "", plan.runners[0]))
 
 
@@ -203,9 +203,10 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
 def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> None:
     class Repository:
         class fs:
-            protocol = "hf"
+            storage_options: dict[str, str] = {}  # noqa: RUF012
 
-        path = "datasets/me/answers"
+        def is_local(self) -> bool:
+            return False
 
         def resolve_paths(self, path: str) -> str:
             return "hf://datasets/me/answers"

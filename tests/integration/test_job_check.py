@@ -300,7 +300,7 @@ def test_other_plain_functions_are_refused_for_finished_ranks(
     ):
         executor_of(two_files, server, *now).run()
     with pytest.raises(CheckpointMismatch) as caught:
-        check_inputs_unchanged(RunPlan.of(executor_of(two_files, server, *now)))
+        check_inputs_unchanged(RunPlan(executor_of(two_files, server, *now)))
     assert shown in str(caught.value)
     assert "Put the steps back" in str(caught.value)
     executor_of(two_files, server, *then).run()

@@ -235,7 +235,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
     starts: list[Callable[[], object]] = [
         lambda: job.executor(3).run(),
         lambda: job.executor(2).run(),
-        lambda: check_job(RunPlan.of(job.executor(3))),
+        lambda: check_job(RunPlan(job.executor(3))),
         lambda: job.reshard(3, 4),
     ]
     for start in starts:

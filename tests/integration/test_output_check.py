@@ -197,7 +197,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
         return look(*arguments)
 
     monkeypatch.setattr(before_run, "_look", starts_meanwhile)
-    before_run.check_output(RunPlan.of(executor), before=True)
+    before_run.check_output(RunPlan(executor), before=True)
 
 
 # files that no commit knows ------------------------------------------------------------------------------------------

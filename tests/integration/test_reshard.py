@@ -248,7 +248,7 @@ def test_the_input_of_tasks_that_there_are_no_more_is_compared(job: Job) -> None
                 check_before_run(job.executor(4))
             path.write_bytes(kept)
         job.executor(4).run()
-        assert check_inputs_unchanged(RunPlan.of(job.executor(4))) == 9
+        assert check_inputs_unchanged(RunPlan(job.executor(4))) == 9
     job.check_finished()
 
 
@@ -349,7 +349,7 @@ def test_the_mirror_of_before_is_refused_and_another_is_the_way_out(job: Job, ou
     executor = job.executor(3)
     reader, step = executor.pipeline
     with pytest.raises(CheckpointMismatch, match="mirror holds this run as it was before `datatrove-ckpt reshard`"):
-        check_job(RunPlan.of(executor)) if ours else step(reader(None, 0, 3), 0, 3)
+        check_job(RunPlan(executor)) if ours else step(reader(None, 0, 3), 0, 3)
     assert state(job)["shares.json"] == kept["shares.json"]
     job.changes = mirrored(job, "other")
     job.stop_in_the_middle(3, some(job, 13), ranks=[1])
@@ -602,7 +602,7 @@ def test_killed_at_each_of_its_effects_the_same_command_goes_on(job: Job, after:
                 found = verify.verify(job.checkpoints, None, False, str(job.checkpoints)).problems
                 assert any("was interrupted while it changed" in str(problem) for problem in found)
             with pytest.raises(CheckpointMismatch, match="was interrupted while it changed"):
-                check_job(RunPlan.of(job.executor(after)))
+                check_job(RunPlan(job.executor(after)))
         if state(job) != expected:
             job.reshard(3, after)
         assert state(job) == expected, disk.crashed_at

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.preflight.before_run import check_output_of_run
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
 from tests.commands import Command
@@ -43,7 +45,8 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
     assert verify(checkpoints).problems == []
     assert 0 < len(listed) <= LISTINGS
     listed.clear()
-    check_output_of_run(writer(tmp_path), checkpoints, str(tmp_path / "logs"), RANKS)
+    plan = RunPlan(LocalPipelineExecutor([], RANKS, logging_dir=str(tmp_path / "logs")))
+    check_output_of_run(plan, writer(tmp_path), checkpoints)
     assert 0 < len(listed) <= LISTINGS
 
 

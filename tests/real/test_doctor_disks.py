@@ -19,8 +19,8 @@ def checkpoints(folder: Path) -> dict[str, Finding]:
     return {check.what: check for check in check_checkpoints(folder, 1.0, NEED)}
 
 
-def output(folder: Path, template: str = "${rank}.jsonl") -> dict[str, Finding]:
-    return {check.what: check for check in check_local_output(folder, template, NEED)}
+def output(folder: Path) -> dict[str, Finding]:
+    return {check.what: check for check in check_local_output(folder, NEED)}
 
 
 def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
@@ -46,14 +46,6 @@ def test_a_read_only_disk_is_a_problem(tmp_path: Path) -> None:
         for check in (checkpoints(disk)["writable"], output(disk / "deep" / "output")["writable"]):
             assert check.state == "problem"
             assert "Make it writable for this user (or choose another folder)" in check.message
-
-
-def test_subfolders_on_another_disk_are_a_problem(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "output" / "00000", 4096):
-        assert output(tmp_path / "output")["staging"].state == "ok"  # the template has no folders
-        staging = output(tmp_path / "output", "${rank}/${chunk_index}.jsonl")["staging"]
-    assert staging.state == "problem"
-    assert f"{tmp_path}/output/00000 is on another file system than {tmp_path}/output" in staging.message
 
 
 def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output.listing import list_output
@@ -348,5 +349,7 @@ def test_a_rank_looks_only_at_files_that_it_may_have_named_or_committed(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     writer = JsonlWriter(str(tmp_path), template, compression=None)
-    listed = list_output(writer, ["old/7.jsonl", "gone.jsonl"], rank=3).sizes
+    listed = list_output(
+        writer, {name: OutputFile(name, 0, "") for name in ("old/7.jsonl", "gone.jsonl")}, rank=3
+    ).sizes
     assert listed == {name: len(name) for name in [*looked_at, "old/7.jsonl"]}

@@ -11,7 +11,8 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,11 @@ class RankInput:
         return self.places[ordinal - self.point.next_ordinal + 1]
 
 
+@dataclass
 class Scanner:
     """Looks at the ranks of a run.
 
-    Args:
+    Attributes:
         root: ``checkpoints_local_dir``.
         steps: those before the runner; the first one is the reader.
         tasks: number of tasks up to now.
@@ -110,25 +112,13 @@ class Scanner:
         finished: ranks that are.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        steps: Sequence[PipelineStep],
-        tasks: int,
-        records_per_chunk: int,
-        share_of: Callable[[int], Share],
-        sizes: Mapping[str, int],
-        finished: Collection[int],
-    ) -> None:
-        self._root = root
-        self._steps = steps
-        self._tasks = tasks
-        self._records_per_chunk = records_per_chunk
-        self._share_of = share_of
-        self._sizes = sizes
-        self._finished = finished
-        reader = steps[0]
-        self._listed: list[str] | None = None if reader.paths_file else reader._list_files(0, 1)
+    root: Path
+    steps: Sequence[PipelineStep]
+    tasks: int
+    records_per_chunk: int
+    share_of: Callable[[int], Share]
+    sizes: Mapping[str, int]
+    finished: Collection[int]
 
     def look(self, rank: int) -> RankInput:
         """Completes what a crash has left in the rank's folder, and reads what it has touched.
@@ -137,13 +127,13 @@ class Scanner:
             CheckpointError: the checkpoint is damaged.
             CheckpointMismatch: the input is not what the rank has read.
         """
-        share = self._share_of(rank)
-        found = RankInput(rank, rank_folder(self._root, rank), share.parts)
+        share = self.share_of(rank)
+        found = RankInput(rank, rank_folder(self.root, rank), share.parts)
         if not found.has_started:
             found.rest = self.sized(found.parts)
             return found
-        commits, _ = scan_complete_commits(found.folder, rank in self._finished)
-        if rank in self._finished:
+        commits, _ = scan_complete_commits(found.folder, rank in self.finished)
+        if rank in self.finished:
             found.is_done = True
             found.point.next_ordinal = sum(commit.counts.read for commit in commits.values())
             found.point.next_chunk = len(commits)
@@ -158,7 +148,7 @@ class Scanner:
         try:
             log = CommitLog(found.folder / COMMITS)
             files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
-            found.point = recover(found.folder, log, cache, self._records_per_chunk)
+            found.point = recover(found.folder, log, cache, self.records_per_chunk)
         finally:
             cache.close()
 
@@ -175,11 +165,9 @@ class Scanner:
         with Reading(point.position, share=share) as reading:
             document = self._begin(documents, found)
             for ordinal in range(point.next_ordinal, touched):
-                document = self._next(documents, found, ordinal)
-                data = as_read(document).data
-                self._expect(found, data, ordinal, known.get(ordinal))
+                document = self._next(documents, found, ordinal, known.get(ordinal))
                 found.places.append(_place(document))
-                found.load += 0 if ordinal in finished else len(data)
+                found.load += 0 if ordinal in finished else len(as_read(document).data)
             # One more, because the format says how large the rest of a file is once it has opened it.
             extents = [each for each in (next(documents, None), document) if each is not None]
             reading.check_share()
@@ -195,8 +183,7 @@ class Scanner:
             found.places = [Place(position["before"]["files"], tuple(position["at"]))]
             return None
         for ordinal in range(found.point.next_ordinal):
-            document = self._next(documents, found, ordinal)
-            self._expect(found, as_read(document).data, ordinal, found.point.milestones.get(ordinal))
+            document = self._next(documents, found, ordinal, found.point.milestones.get(ordinal))
             found.places = [_place(document)]
         return document
 
@@ -210,35 +197,37 @@ class Scanner:
 
     def sized(self, parts: Sequence[Part]) -> list[Part]:
         """The parts, with the size of those that are whole files."""
-        return [part._replace(bytes=self._sizes[part.name]) if not part.bytes else part for part in parts]
+        return [part._replace(bytes=self.sizes[part.name]) if not part.bytes else part for part in parts]
+
+    @cached_property
+    def _listed(self) -> list[str]:
+        """Once for all ranks: there may be a thousand, on an object store."""
+        return self.steps[0]._list_files(0, 1) or []
 
     def _documents(self, rank: int) -> Iterator[Document]:
-        steps = copy.deepcopy(list(self._steps))
-        if self._listed is not None:  # once for all ranks: there may be a thousand, on an object store
-            steps[0]._list_files = self._list_files
+        steps = copy.deepcopy(list(self.steps))
+        if not steps[0].paths_file:
+            listed = self._listed
+            steps[0]._list_files = lambda rank, world_size: listed[rank::world_size] or None
         documents: Any = None
         for step in steps:
-            documents = step(documents, rank, self._tasks)
+            documents = step(documents, rank, self.tasks)
         return iter(documents)
 
-    def _list_files(self, rank: int, world_size: int) -> list[str] | None:
-        return (self._listed or [])[rank::world_size] or None
-
-    def _next(self, documents: Iterator[Document], found: RankInput, ordinal: int) -> Document:
+    def _next(self, documents: Iterator[Document], found: RankInput, ordinal: int, known: str | None) -> Document:
+        """The next document, which is the one that the rank has read before."""
         document = next(documents, None)
         if document is None:
             raise CheckpointMismatch(
                 f"The input of rank {found.rank} ended after {ordinal} documents, but {found.folder} holds later ones: "
                 "it has shrunk. Restore it."
             )
-        return document
-
-    def _expect(self, found: RankInput, data: bytes, ordinal: int, known: str | None) -> None:
-        if known and known != fingerprint(data):
+        if known and known != fingerprint(as_read(document).data):
             raise CheckpointMismatch(
                 f"Document {ordinal} of rank {found.rank} is not the one that was finished there before (see "
                 f"{found.folder}): the input, or a step before the runner, has changed. Restore it."
             )
+        return document
 
 
 def _place(document: Document) -> Place:
@@ -295,11 +284,9 @@ class Moved:
 
 def runs_of(ordinals: list[int]) -> Iterator[tuple[int, int]]:
     """First and last number of each unbroken run of ascending numbers."""
-    ends = [index for index, (here, there) in enumerate(pairwise(ordinals)) if there != here + 1]
-    starts = [0, *(index + 1 for index in ends)]
-    for start, end in zip(starts, [*ends, len(ordinals) - 1], strict=True):
-        if ordinals:
-            yield ordinals[start], ordinals[end]
+    for _, run in groupby(enumerate(ordinals), lambda one: one[1] - one[0]):
+        numbers = [ordinal for _, ordinal in run]
+        yield numbers[0], numbers[-1]
 
 
 def move(source: RankInput, target: Moved, staging: Staging) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -12,7 +11,6 @@ from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import read_run
@@ -97,7 +95,7 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         CkptError: the checkpoint, the output or the input is not as it should be; see ``check_before_run``.
         OSError: the input cannot be listed.
     """
-    plan = RunPlan.of(executor)
+    plan = RunPlan(executor)
     planned = _runner(plan, tasks)
     runner = planned.step
     root = runner.checkpoints_root
@@ -105,26 +103,18 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         raise ConfigError(f"reshard: {root} holds no checkpoint. Nothing has started yet: set tasks to {tasks}.")
     if ReshardPlan.read(root) is None:
         check_all_here(root, plan.tasks)
-        check_fork(root)
+        check_begun(root)
         check_job(plan, dry_run=True, deals_out=True)
         check_inputs_unchanged(plan)
-        every, logs = range(plan.tasks), plan.logging_dir.resolve_paths("")
-        check_output_of_run(runner.output_writer, root, logs, plan.tasks, first_starts=every)
-        check_retries(root)
+        check_output_of_run(plan, runner.output_writer, root, first_starts=range(plan.tasks))
     finished = [rank for rank in rank_numbers(root) if is_finished(rank_folder(root, rank))]  # a lock would hide it
-    with _locked(root, plan.tasks) as locks:
-        if (begun := ReshardPlan.read(root)) is not None:
-            return _resume(plan, runner, begun, locks, tasks, dry_run)
-        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
-
-
-@contextmanager
-def _locked(root: Path, tasks: int) -> Iterator[RankLocks]:
-    ranks = sorted({*range(tasks), *rank_numbers(root)})
+    ranks = sorted({*range(plan.tasks), *rank_numbers(root)})
     allow_open_files(len(ranks))  # each lock is one
     locks = RankLocks(root, ranks)
     try:
-        yield locks
+        if (begun := ReshardPlan.read(root)) is not None:
+            return _resume(plan, runner, begun, locks, tasks, dry_run)
+        return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
     finally:
         locks.release()
 
@@ -158,13 +148,11 @@ def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
     """
     if tasks < 1:
         raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
-    runners = plan.runners
-    if len(runners) != 1 or runners[0].step.checkpoints_local_dir is None:
-        raise ConfigError("reshard: the pipeline needs one InferenceRunner, with checkpoints_local_dir.")
-    if why := _why_not(runners[0].before, runners[0].step, plan.tasks):
+    runner = plan.only_runner("reshard")
+    if why := _why_not(runner.before, runner.step, plan.tasks):
         raise ConfigError(f"reshard: {why}")
-    check_rank_in_template(runners[0].step.output_writer, tasks)
-    return runners[0]
+    check_rank_in_template(runner.step.output_writer, tasks)
+    return runner
 
 
 def _why_not(steps: Sequence[PipelineStep], runner: InferenceRunner, tasks: int) -> str:
@@ -206,11 +194,9 @@ class _Reshard:
 
     def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
         self._plan = plan
-        self._steps = runner.before
         self._reader = runner.before[0]
         self._runner = runner.step
         self._root = root
-        self._before = plan.tasks
         self._tasks = tasks
         self._shares = read_shares(root)
         self._inputs: Inputs = list_input(self._reader)
@@ -219,12 +205,15 @@ class _Reshard:
         self._round = self._shares.round if self._shares is not None else 0
         sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
         chunk = runner.step.records_per_chunk
-        self._scanner = Scanner(root, runner.before, self._before, chunk, self._share_of, sizes, finished)
-        self._report = Resharded(self._before, tasks)
+        self._scanner = Scanner(root, runner.before, plan.tasks, chunk, self._share_of, sizes, finished)
+        self._before = plan.tasks
+        self._report = Resharded(plan.tasks, tasks)
 
     def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
-            ranks = {rank: self._scanner.look(rank) for rank in self._rank_numbers()}
+            dealt = self._shares.ranks if self._shares is not None else {}
+            numbers = sorted({*range(self._before), *rank_numbers(self._root), *dealt})
+            ranks = {rank: self._scanner.look(rank) for rank in numbers}
         come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
         if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
             raise ConfigError(
@@ -244,10 +233,6 @@ class _Reshard:
         _carry_out(self._plan, self._runner, plan)
         return self._report
 
-    def _rank_numbers(self) -> list[int]:
-        dealt = self._shares.ranks if self._shares is not None else {}
-        return sorted({*range(self._before), *rank_numbers(self._root), *dealt})
-
     def _share_of(self, rank: int) -> Share:
         if self._shares is not None:
             return self._shares.of(rank)
@@ -265,7 +250,8 @@ class _Reshard:
             loads[task] += sum(ranks[rank].load for rank in ranks if self._target.get(rank) == task)
             if got.answers:
                 plan.answers[task] = got.first
-        parts = sorted((part for each in ranks.values() for part in each.rest), key=self._place_in_input)
+        rest = (part for each in ranks.values() for part in each.rest)
+        parts = sorted(rest, key=lambda part: (self._index[part.name], part.begin))
         dealt = deal(parts, loads, self._cut, self._is_divisible)
         report.dealt = [load + sum(part.bytes for part in mine) for load, mine in zip(loads, dealt, strict=True)]
         shares = {rank: kept_share(each) for rank, each in ranks.items() if rank >= self._tasks and not each.is_done}
@@ -282,7 +268,9 @@ class _Reshard:
         data = Shares(self._round + 1, self._tasks, self._input, known).to_bytes()
         Shares.from_bytes(data, self._root / SHARES)  # whatever is wrong with it, nothing has changed yet
         staging.write(SHARES, data)
-        self._count(ranks)
+        for each in ranks.values():
+            report.documents += each.point.next_ordinal if each.is_done else each.point.finished.read
+            report.answers += each.point.answers
         return plan
 
     def _move(
@@ -308,8 +296,12 @@ class _Reshard:
             plan.moved += close_gaps(each, staging)
             if not own[task].has_started:
                 plan.started[task] = rank
-        with_journals = [rank for rank in plan.retired if ranks[rank].point.journals]
-        plan.unfinished = unfinished_files(self._runner.output_writer, self._root, with_journals)
+        # Files of their open chunks, published before a kill: these documents go to other tasks, and to other files.
+        commits = [RankCommits(self._root, rank, []) for rank in plan.retired if ranks[rank].point.journals]
+        if commits:
+            check = OutputCheck(self._runner.output_writer, self._root)
+            found = check.look(check.by_name(commits))
+            plan.unfinished = [name for each in commits for name in check.unfinished_files(each, found)]
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())
@@ -321,20 +313,12 @@ class _Reshard:
         """Stages the record by which the input of a finished rank is compared. A file belongs to who has its end."""
         files = [self._index[part.name] for part in parts if part.end is None]
         read = ReaderRecord(options_of(self._reader), sample_files(self._inputs, files))
-        record = ShardRecord([read], pipeline=describe_pipeline(self._steps, code_of)).to_json()
+        record = ShardRecord([read], pipeline=describe_pipeline(self._scanner.steps, code_of)).to_json()
         name = f"{rank.folder.name}/{SHARD}"
         staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
         plan.moved.append(name)
 
-    def _count(self, ranks: dict[int, RankInput]) -> None:
-        for each in ranks.values():
-            self._report.documents += each.point.finished.read if not each.is_done else each.point.next_ordinal
-            self._report.answers += each.point.answers
-
     # parts -----------------------------------------------------------------------------------------------------------
-
-    def _place_in_input(self, part: Part) -> tuple[int, tuple[int, ...]]:
-        return self._index[part.name], part.begin
 
     def _is_divisible(self, part: Part) -> bool:
         if isinstance(self._reader, JsonlReader):
@@ -391,43 +375,24 @@ def refuse_retried(root: Path, rank: int, tasks: int) -> None:
         )
 
 
-def check_fork(root: Path) -> None:
+def check_begun(root: Path) -> None:
+    """
+    Raises:
+        ConfigError: a task of a fork never started, or a retry of dead letters is not finished.
+    """
     paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
     if unstarted := [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]:
         raise ConfigError(
             f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
             "for the number of tasks of the other run only. Start every task of it once, or make a new run."
         )
-
-
-def check_retries(root: Path) -> None:
-    for folder in retry_folders(root):
-        for rank in rank_numbers(folder):
-            if not is_finished(folder / f"{rank:05d}"):
-                raise ConfigError(
-                    f"reshard: the retry of dead letters in {folder / f'{rank:05d}'} is not finished. Finish it first, "
-                    "with --retry-dead-letters."
-                )
-
-
-# Output of chunks that were not committed -----------------------------------------------------------------------------
-#
-# Files of ranks that there will be no more, published before a kill. Such a rank would publish them again, under the
-# same names. Now its documents go to another rank, which writes them into files of its own.
-
-
-def unfinished_files(writer: DiskWriter, root: Path, ranks: Sequence[int]) -> list[str]:
-    """The files of chunks of these ranks that have a journal.
-
-    Raises:
-        OSError: the folder cannot be listed.
-    """
-    if not ranks:
-        return []
-    commits = [RankCommits(root, rank, []) for rank in ranks]
-    check = OutputCheck(writer, root)
-    found = check.look(commits)
-    return [name for rank in commits for name in check.unfinished_files(rank, found)]
+    retries = [rank_folder(folder, rank) for folder in retry_folders(root) for rank in rank_numbers(folder)]
+    for folder in retries:
+        if not is_finished(folder):
+            raise ConfigError(
+                f"reshard: the retry of dead letters in {folder} is not finished. Finish it first, with "
+                "--retry-dead-letters."
+            )
 
 
 # Dealing out ----------------------------------------------------------------------------------------------------------

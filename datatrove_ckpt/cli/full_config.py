@@ -7,7 +7,6 @@ defaults that are no plain values, and where a secret was hidden.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,10 @@ from datatrove_ckpt.cli.yaml_config import (
     dump,
     import_name,
     is_callable,
-    origin,
+    item_hint,
+    leaves,
     parameters_of,
+    short,
 )
 from datatrove_ckpt.redaction import Veil, is_secret
 
@@ -41,7 +42,7 @@ class FullConfig:
 
     def __init__(self, content: dict[str, Any], executor: object) -> None:
         self._defaults: list[str] = []
-        self._hidden: dict[str, list[str]] = {}
+        self._secrets: list[str] = []
         self._content = {"executor": self._node(content["executor"], "executor")}
         self._computed = [*_computed(self._content["executor"], executor, "executor")]
 
@@ -50,12 +51,13 @@ class FullConfig:
         head = "# The configuration as it will be used, with all defaults. This text can be run as it stands.\n"
         head += _comment("Computed from the other settings", self._computed)
         head += _comment("Left out, because a file cannot say these defaults", self._defaults)
-        head += _comment("Hidden: write each secret in its place, into a file that only you can read", [*self._hidden])
+        hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
+        head += _comment("Hidden: write each secret in its place, into a file that only you can read", hidden)
         return head + dump(self._content)
 
     def redact(self, text: str) -> str:
         """Another text, with the same secrets masked."""
-        for secret in sorted((text for texts in self._hidden.values() for text in texts), key=len, reverse=True):
+        for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text
 
@@ -77,7 +79,7 @@ class FullConfig:
             values[name] = _default(parameters[name], "" if name in harmless else name)
             if values[name] is _LEFT_OUT:
                 del values[name]
-                self._defaults.append(_short(where))
+                self._defaults.append(short(where))
         return values
 
     def _given(self, hint: Any, value: Any, place: str, name: str) -> Any:
@@ -88,9 +90,7 @@ class FullConfig:
             return self._node(value, place)
         if isinstance(value, dict) and plain:
             return self._arguments(plain[0], value, place)
-        lists = [kind for kind in kinds if origin(kind) is list]
-        if isinstance(value, list) and len(lists) == 1:
-            element = (typing.get_args(lists[0]) or (Any,))[0]
+        if isinstance(value, list) and (element := item_hint(kinds)) is not None:
             return [self._given(element, item, f"{place}.{index}", name) for index, item in enumerate(value)]
         is_text = isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))
         read = value if Any in kinds or is_text else _converted(hint, value)
@@ -99,7 +99,7 @@ class FullConfig:
     def _masked(self, name: str, value: Any, place: str) -> Any:
         """A value without its secrets. ``name`` is "" if it says nothing about them."""
         if value and isinstance(value, str | list | dict) and is_secret(name, value):
-            self._hidden[_short(place)] = [*_texts(value)]
+            self._secrets += [text for _, text in leaves(value, place) if text and isinstance(text, str)]
             return MASK
         if isinstance(value, dict):
             checked_before = place.endswith(".model_kwargs")  # and "</s>" is a token, but no secret
@@ -119,14 +119,6 @@ def _names_without_secrets(cls: type) -> set[str]:
 
 def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
-    elif isinstance(value, str) and value:
-        yield value
 
 
 def _default(parameter: Parameter, name: str) -> Any:
@@ -173,12 +165,7 @@ def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
         if type(value) not in _PLAIN or type(actual) not in _PLAIN or actual == value or value == MASK:
             continue
         if _is_known(type(built)) and not is_secret("", actual):
-            yield f"{_short(place)}.{name}: {dump(actual).partition(chr(10))[0]}"
-
-
-def _short(place: str) -> str:
-    """A place as an override names it."""
-    return place.removeprefix("executor.") if place.startswith("executor.pipeline.") else place
+            yield f"{short(place)}.{name}: {dump(actual).partition(chr(10))[0]}"
 
 
 def _comment(title: str, lines: list[str]) -> str:

@@ -15,18 +15,6 @@ from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
-for _named in (
-    BestOfRollout,
-    ChunkedRollout,
-    CompletionRollout,
-    Generate,
-    InvalidAnswer,
-    PromptRollout,
-    chat,
-    split_text,
-):
-    _named.__module__ = __name__
-
 __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
@@ -41,3 +29,7 @@ __all__ = [
     "for_config",
     "split_text",
 ]
+
+for _named in [globals()[name] for name in __all__]:
+    if getattr(_named, "__module__", "").startswith(__name__):  # not Payload and Rollout, which are aliases
+        _named.__module__ = __name__

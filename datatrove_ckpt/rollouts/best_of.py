@@ -122,7 +122,7 @@ def _result(
     return {
         "text": chosen.text,
         "finish_reason": chosen.finish_reason,
-        "usage": sum_usage(paid),
+        "usage": sum_usage(one.usage for one in paid),
         "reasoning": chosen.reasoning,
         "candidates": [
             {"text": one.text, "finish_reason": one.finish_reason, "score": score}

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
@@ -46,21 +44,10 @@ from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of,
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
 from datatrove_ckpt.preflight.reshard.run import Resharded
 from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
 _SHOWN, _OTHERS_SHOWN = 20, 5
-
-
-@contextmanager
-def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
-    """What the command looks at, as a folder with all of it: the ranks of a mirror are restored in a copy."""
-    with place_of(arguments, trusted=True) as place:
-        if not place.is_copy:
-            yield place
-            return
-        with restored(place) as copy:
-            yield copy
 
 
 # relocate -------------------------------------------------------------------------------------------------------------
@@ -68,7 +55,7 @@ def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
 
 def relocate(arguments: argparse.Namespace) -> int:
     """Compares the files, prints what it changes, and changes it. Returns the exit code."""
-    with _restored(arguments) as place:
+    with place_of(arguments, trusted=True) as named, restored(named) as place:
         output = arguments.output or output_folder_of(place.config)
         if output is None:
             raise ConfigError(
@@ -126,11 +113,9 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
     lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
     if plan.not_started:
-        one = len(plan.not_started) == 1
         lines.append(
-            f"{name_tasks(plan.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
-            f"{'it did, copy its folder' if one else 'they did, copy their folders'}, too, and relocate again before "
-            "you run: what is not here is paid again."
+            f"{name_tasks(plan.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
+            "and relocate again before you run: what is not here is paid again."
         )
     if plan.is_done:
         return [*lines, f"{report.checkpoints} names this folder already. There is nothing to do."]
@@ -152,33 +137,25 @@ class NewRun:
     Attributes:
         folder: its ``checkpoints_local_dir``.
         config: its YAML file; None: only the folder was given.
-        runner: its runner, if there is a file.
-        logging_dir: likewise, its executor's.
+        identity: what it will be, if there is a file.
+        mirror: its ``checkpoints_remote_dir``, likewise.
+        logging_dir: its executor's, likewise.
     """
 
     folder: Path
     config: str | None = None
-    runner: RunnerPlan | None = None
+    identity: RunIdentity | None = None
+    mirror: str | None = None
     logging_dir: str = ""
     changes: list[Change] = field(default_factory=list)
-
-    @property
-    def mirror(self) -> str | None:
-        """Its ``checkpoints_remote_dir``, if there is a file that names one."""
-        return None if self.runner is None else self.runner.step.checkpoints_remote_dir
-
-    @cached_property
-    def identity(self) -> RunIdentity | None:
-        """What it will be; None without a file."""
-        return None if self.runner is None else self.runner.identity
 
 
 def fork(arguments: argparse.Namespace) -> int:
     """Says what is kept and what the new run costs, and makes it. Returns the exit code."""
     new = _new_run(arguments)
-    # The overrides are the new run's, if it has a file.
-    overrides = [] if new.config is not None else arguments.overrides
-    with _restored(argparse.Namespace(what=arguments.what, overrides=overrides)) as place:
+    if new.config is not None:
+        arguments.overrides = []  # they are the new run's
+    with place_of(arguments, trusted=True) as named, restored(named) as place:
         return _fork(arguments, place, new)
 
 
@@ -194,8 +171,8 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
             f"{arguments.new}: {len(kept)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
             "the file."
         )
-    logs = plan.logging_dir.resolve_paths("")
-    return NewRun(kept[0].step.checkpoints_root, arguments.new, kept[0], str(logs))
+    step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
+    return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
 
 
 def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
@@ -204,7 +181,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
-        _check_new(new, run, place)
+        _check_new(new, new.identity.fields, run, place)
     if not arguments.no_answers and is_made(new.folder, source):
         say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
         say(_start_fork(new))
@@ -225,7 +202,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     return 0
 
 
-def _check_new(new: NewRun, run: Source, place: Place) -> None:
+def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
     """
     Raises:
         ConfigError: the new run has a folder of the other one, or another number of tasks.
@@ -237,7 +214,6 @@ def _check_new(new: NewRun, run: Source, place: Place) -> None:
             "the input would be another one, so nothing could be kept. Leave tasks as they are, or start a new run; or "
             "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
         )
-    settings = {} if new.identity is None else new.identity.fields
     output = str(settings["output_folder"])
     if (real_place(output), settings["output_filename"]) in run.outputs:
         raise ConfigError(
@@ -267,8 +243,13 @@ def _costs(
 ) -> Iterator[str]:
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
+    names = [change.field for change in new.changes]
     if new.config is not None:
-        yield f"changed: {_changed(what, run, new)}"
+        none = "nothing that decides about answers"
+        if run.is_unstarted:
+            none = f"not known, because {what} is a fork that has not started"
+        said = ", ".join(name for name in names if not name.startswith("output_"))
+        yield f"changed: {said or none}"
     yield (
         f"input: {plural(found.positions, 'position')} in it kept, with the fingerprint of the document there: the new "
         "run stops if it reads another input"
@@ -280,14 +261,18 @@ def _costs(
         whose = "answers: none" if ranks == found.ranks else f"answers of {ranks} of {plural(found.ranks, 'task')}"
         yield f"{whose} can{'' if ranks == found.ranks else 'not'} be used: {why}"
     if not arguments.no_answers and found.unusable.total() < found.ranks:
-        yield f"answers: {_kept(run, found, state, new, arguments)}"
+        yield f"answers: {_kept(run, found, new, arguments)}"
     dropped = totals.counts.read - answers.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
     total, how = _documents(found, state)
     if not totals.documents:
         yield f"cost: not known {how} {plural(total, 'document')}, because none is finished in {what}"
         return
-    more, each = _rollouts(run, new)
+    old = run.settings.get(_ROLLOUTS)
+    wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
+    more, each = 1.0, "takes what it took before"
+    if old and wanted and old != wanted:  # rollouts per document
+        more, each = wanted / old, f"rollout takes what it took before, {wanted} per document instead of {old}"
     done = totals.done
     sums = (done.requests, done.prompt_tokens, done.completion_tokens)
     requests, prompt, completion = (round(number * more * total / totals.documents) for number in sums)
@@ -297,41 +282,17 @@ def _costs(
     )
 
 
-def _kept(run: Source, found: Fork, state: RunState, new: NewRun, arguments: argparse.Namespace) -> str:
+def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
     answers = found.answers
-    if answers.requests:
-        saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
-        return (
-            f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
-            f"a request is equal, so at most {saved} are not paid again{_but(run, new)}"
-        )
-    if not state.totals.not_started and all(rank.state == "finished" for rank in state.ranks):
-        return "none; the old run has committed all its documents"
-    return "none; the old run has saved none of documents that it has not committed"
-
-
-def _but(run: Source, new: NewRun) -> str:
-    """What changes payloads, so that their answers may not be used."""
+    if not answers.requests:
+        return "none; the old run has saved none of documents that it has not committed"
+    saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
     names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
-    if run.is_unstarted or not names:
-        return ""
-    return f". It may be none, because what payloads are made of changed: {', '.join(names)}"
-
-
-def _rollouts(run: Source, new: NewRun) -> tuple[float, str]:
-    """How many times as many rollouts there will be, and what is taken to cost as much as before."""
-    old = run.settings.get(_ROLLOUTS)
-    wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
-    if not old or not wanted or old == wanted:
-        return 1.0, "takes what it took before"
-    return wanted / old, f"rollout takes what it took before, {wanted} per document instead of {old}"
-
-
-def _changed(what: str, run: Source, new: NewRun) -> str:
-    names = [change.field for change in new.changes if not change.field.startswith("output_")]
-    if run.is_unstarted:
-        return ", ".join(names) or f"not known, because {what} is a fork that has not started"
-    return ", ".join(names) or "nothing that decides about answers"
+    doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
+    return (
+        f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
+        f"a request is equal, so at most {saved} are not paid again{doubt if names and not run.is_unstarted else ''}"
+    )
 
 
 _ROLLOUTS = "rollouts_per_document"
@@ -371,7 +332,7 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 
 def _start_fork(new: NewRun) -> str:
     if new.config is not None:
-        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else str(new.folder)
+        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
         return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "

@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
@@ -103,10 +104,16 @@ def assert_same_output_after_crash(
     expected = outputs(folder / output)
     disk_type = PowerLossDisk if power_loss else CrashingDisk
 
-    def crash_at_every_effect(start: Path, crashes: list[str], depth: int) -> None:
-        """Crashes at every effect of the attempt that begins with ``start``."""
-        number = 0
-        while True:
+    def resume(crashes: list[str], depth: int) -> None:
+        """Goes on from what is in the folder: with a crash at every effect, or at depth 0 undisturbed."""
+        if not depth:
+            run(folder)
+            report.attempts += 1
+            _assert_equal(folder / output, expected, crashes)
+            return
+        start = folder.with_name(f"{folder.name}.depth-{depth}")
+        copy_tree(folder, start)
+        for number in count():
             copy_tree(start, folder)
             disk = disk_type(number, folder, torn, counted)
             report.attempts += 1
@@ -120,20 +127,10 @@ def assert_same_output_after_crash(
                 if report.is_new(folder, depth - 1):
                     after_crash(folder)
                     resume([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
-            number += 1
 
-    def resume(crashes: list[str], depth: int) -> None:
-        if depth:
-            here = folder.with_name(f"{folder.name}.crashed")
-            copy_tree(folder, here)
-            crash_at_every_effect(here, crashes, depth)
-        else:
-            run(folder)
-            report.attempts += 1
-            _assert_equal(folder / output, expected, crashes)
-
+    copy_tree(fresh, folder)
     with clock.stopped():  # else no two folders would be equal
-        crash_at_every_effect(fresh, [], 2 if recoveries else 1)
+        resume([], 2 if recoveries else 1)
     return report
 
 

@@ -11,13 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import xxhash
 
-Name: TypeAlias = tuple[str, tuple[str, ...]]
-"""A sample: ``name_of`` and ``types_of`` it."""
+Name: TypeAlias = tuple[str, str]
+"""A sample: its values and their types, as text."""
 
 Batch: TypeAlias = tuple[int, tuple[Name, ...]]
 """Epoch, and the names of the samples in order."""
@@ -140,7 +140,7 @@ class _Trial:
             batches = iter(loader) if stop != 0 or between else iter(())
             while (taken != stop or between) and (batch := next(batches, None)) is not None:
                 taken += 1
-                yield epoch, tuple((name_of(one), types_of(one)) for one in self.samples(batch))
+                yield epoch, tuple((name_of(one), sys.intern(_types(one))) for one in self.samples(batch))
             if taken == stop:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
@@ -158,13 +158,6 @@ class _Trial:
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
     return _shortened(repr(_plain(sample)))
-
-
-def types_of(sample: Any) -> tuple[str, ...]:
-    """The types of a sample: of each column of a dict, or of the whole."""
-    if isinstance(sample, Mapping):
-        return tuple(sys.intern(_shortened(f"{key!r}: {_types(value)}")) for key, value in sample.items())
-    return (sys.intern(_shortened(_types(sample))),)
 
 
 def _shortened(text: str) -> str:
@@ -251,8 +244,9 @@ def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
             return f"the same samples in another order: sample {index} is {got[0]}, and without a stop {wanted[0]}"
     for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
         if wanted != got:
-            had, has = next(pair for pair in zip_longest(wanted[1], got[1], fillvalue="nothing") if pair[0] != pair[1])
-            return f"the same values in other types: sample {index}, {got[0]}, has {has}, and without a stop {had}"
+            return (
+                f"the same values in other types: sample {index}, {got[0]}, is {got[1]}, and without a stop {wanted[1]}"
+            )
     index = next(i for i, pair in enumerate(zip(whole, seen, strict=False)) if pair[0] != pair[1])
     sizes = len(seen[index][1]), len(whole[index][1])
     return f"the same samples in other batches: batch {index} has {sizes[0]}, and without a stop {sizes[1]}"

@@ -10,9 +10,8 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
-from datatrove_ckpt.rollouts.for_config import for_config
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat
-from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout
+from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
 __all__ = [

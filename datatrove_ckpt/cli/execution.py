@@ -20,7 +20,6 @@ import multiprocess
 from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
@@ -332,12 +331,17 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
     work = f"{skipped}{counts.odd_answers}{_attempts(job)}"
+    retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
+    given = str(runner.step.checkpoints_local_dir)
+    shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
+    next_step = (
+        f"To retry the dead letters: {command}{retry}" if counts.dead else f"To check the files: {_verify(shown)}"
+    )
     return (
         f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
-        f"{_next_step(runner, counts, command)}"
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
     )
 
 
@@ -373,16 +377,3 @@ def _checked(checked: Checked) -> str:
 
 def _verify(checkpoints: Path | str) -> str:
     return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
-
-
-def _next_step(runner: RunnerPlan, counts: DocumentCounts, command: str) -> str:
-    if counts.dead:
-        retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
-        return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {_verify(_typed(runner))}"
-
-
-def _typed(runner: RunnerPlan) -> str:
-    """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
-    given = str(runner.step.checkpoints_local_dir)
-    return str(runner.step.checkpoints_root) if given.startswith("~") or "$" in given else given

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import jsonargparse
@@ -15,7 +16,6 @@ import jsonargparse
 from datatrove_ckpt.cli.yaml_config import (
     ANYTHING,
     MASK,
-    Parameter,
     alternatives,
     checked,
     dump,
@@ -29,7 +29,7 @@ from datatrove_ckpt.cli.yaml_config import (
 from datatrove_ckpt.redaction import Veil, is_secret
 
 _PLAIN = (str, bool, int, float, type(None))
-_LEFT_OUT = object()
+_NOT_PLAIN = (TypeError, jsonargparse.ArgumentError)
 
 
 class FullConfig:
@@ -68,17 +68,21 @@ class FullConfig:
     def _arguments(self, cls: Any, given: dict[str, Any], place: str) -> dict[str, Any]:
         """Every argument of a class: those that are given, and the defaults of the others. The pipeline is the last."""
         parameters, _ = parameters_of(cls)
-        harmless = _names_without_secrets(cls)
+        # Arguments that classes of datatrove or ours have are no secrets by their names, such as ``text_key``.
+        harmless = {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
         values: dict[str, Any] = {}
         for name in sorted([*parameters, *(name for name in given if name not in parameters)], key="pipeline".__eq__):
-            where = f"{place}.{name}"
+            where, says = f"{place}.{name}", "" if name in harmless else name
             if name in given:
-                hint = parameters.get(name, ANYTHING).hint
-                values[name] = self._given(hint, given[name], where, "" if name in harmless else name)
+                values[name] = self._given(parameters.get(name, ANYTHING).hint, given[name], where, says)
                 continue
-            values[name] = _default(parameters[name], "" if name in harmless else name)
-            if values[name] is _LEFT_OUT:
-                del values[name]
+            hint, default = parameters[name].hint, parameters[name].default
+            with suppress(*_NOT_PLAIN):
+                value = _as_written(default)
+                same = default if default is None or Any in alternatives(hint) else _as_written(checked(hint, value))
+                if value == same and not (value and is_secret(says, value)):
+                    values[name] = value
+            if name not in values:
                 self._defaults.append(short(where))
         return values
 
@@ -92,9 +96,10 @@ class FullConfig:
             return self._arguments(plain[0], value, place)
         if isinstance(value, list) and (element := item_hint(kinds)) is not None:
             return [self._given(element, item, f"{place}.{index}", name) for index, item in enumerate(value)]
-        is_text = isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))
-        read = value if Any in kinds or is_text else _converted(hint, value)
-        return self._masked(name, value if read is _LEFT_OUT else read, place)
+        if Any not in kinds and not (isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))):
+            with suppress(*_NOT_PLAIN):
+                value = _as_written(checked(hint, value))  # such as 2.0 of "2"
+        return self._masked(name, value, place)
 
     def _masked(self, name: str, value: Any, place: str) -> Any:
         """A value without its secrets. ``name`` is "" if it says nothing about them."""
@@ -112,42 +117,19 @@ class FullConfig:
         return value
 
 
-def _names_without_secrets(cls: type) -> set[str]:
-    """Arguments that classes of datatrove or ours have: their ``text_key`` is none."""
-    return {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
-
-
 def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
-def _default(parameter: Parameter, name: str) -> Any:
-    """A default as a file would say it, or ``_LEFT_OUT``."""
-    value = _as_written(parameter.default)
-    if value is _LEFT_OUT or (value and is_secret(name, value)):
-        return _LEFT_OUT
-    if parameter.default is None or Any in alternatives(parameter.hint):
-        return value if value == parameter.default else _LEFT_OUT
-    return value if _converted(parameter.hint, value) == value else _LEFT_OUT
-
-
-def _converted(hint: Any, value: Any) -> Any:
-    """A plain value as jsonargparse makes it, such as 2.0 of "2", or ``_LEFT_OUT``."""
-    try:
-        return _as_written(checked(hint, value))
-    except jsonargparse.ArgumentError:
-        return _LEFT_OUT
-
-
 def _as_written(value: Any) -> Any:
-    """A plain value with lists for tuples, or ``_LEFT_OUT`` if it is not plain."""
+    """A plain value with lists for tuples. Raises TypeError if it is not plain."""
     if isinstance(value, dict):
-        parts = {key: _as_written(part) for key, part in value.items()}
-        return _LEFT_OUT if any(part is _LEFT_OUT for part in parts.values()) else parts
+        return {key: _as_written(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        items = [_as_written(part) for part in value]
-        return _LEFT_OUT if any(item is _LEFT_OUT for item in items) else items
-    return value if type(value) in _PLAIN else _LEFT_OUT
+        return [_as_written(part) for part in value]
+    if type(value) not in _PLAIN:
+        raise TypeError
+    return value
 
 
 def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
@@ -155,13 +137,10 @@ def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
     for name, value in node.get("init_args", node).items():
         actual = vars(built).get(name, value)
         actual = actual.value if isinstance(actual, Veil) else actual
-        if isinstance(value, list) and isinstance(actual, list):
-            pairs = [(f".{index}", *pair) for index, pair in enumerate(zip(value, actual, strict=False))]
-        else:
-            pairs = [("", value, actual)]
-        for index, inner, made in pairs:
+        several = isinstance(value, list) and isinstance(actual, list)
+        for index, (inner, made) in enumerate(zip(value, actual, strict=False) if several else [(value, actual)]):
             if isinstance(inner, dict) and hasattr(made, "__dict__"):
-                yield from _computed(inner, made, f"{place}.{name}{index}")
+                yield from _computed(inner, made, f"{place}.{name}.{index}" if several else f"{place}.{name}")
         if type(value) not in _PLAIN or type(actual) not in _PLAIN or actual == value or value == MASK:
             continue
         if _is_known(type(built)) and not is_secret("", actual):

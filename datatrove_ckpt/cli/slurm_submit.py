@@ -77,20 +77,13 @@ def check(executor: SlurmPipelineExecutor) -> None:
             "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
             "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
         )
-    jobs = _submitted_before(executor)
-    queued = [job for job in jobs if _is_queued(job, executor)]
+    jobs = json.loads(executor.logging_dir.cat_file(_JOBS)) if executor.logging_dir.isfile(_JOBS) else []
+    queued = [job for job in map(str, jobs) if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
             f"executor: job {', '.join(queued)} of this run is still in the queue. Wait until it ends (squeue -j "
             f"{','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same command again."
         )
-
-
-def _submitted_before(executor: SlurmPipelineExecutor) -> list[str]:
-    if not executor.logging_dir.isfile(_JOBS):
-        return []
-    with executor.logging_dir.open(_JOBS) as file:
-        return [str(job) for job in json.load(file)]
 
 
 def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:

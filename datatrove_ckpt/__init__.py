@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 if TYPE_CHECKING:
-    from datatrove.pipeline.inference.types import InferenceError, InferenceResult, ServerError
+    from datatrove.pipeline.inference.types import InferenceError as InferenceError
+    from datatrove.pipeline.inference.types import InferenceResult as InferenceResult
+    from datatrove.pipeline.inference.types import ServerError as ServerError
 
-    from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-    from datatrove_ckpt.errors import CkptError
-    from datatrove_ckpt.executor import LocalPipelineExecutor
-    from datatrove_ckpt.runner import InferenceRunner
+    from datatrove_ckpt.config import InferenceConfig as InferenceConfig
+    from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
+    from datatrove_ckpt.errors import CkptError as CkptError
+    from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -37,16 +40,7 @@ _MODULES = {
     "ServerError": _TYPES,
 }
 
-__all__ = [
-    "CkptError",
-    "InferenceConfig",
-    "InferenceError",
-    "InferenceResult",
-    "InferenceRunner",
-    "LocalPipelineExecutor",
-    "MonitoringConfig",
-    "ServerError",
-]
+__all__ = [*_MODULES]
 __version__ = "0.2.0.dev0"
 
 # numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1 s)

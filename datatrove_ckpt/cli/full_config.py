@@ -135,7 +135,7 @@ def _as_written(value: Any) -> Any:
 def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
     """Where datatrove's and our objects have another plain value than their argument says: ``place: value``."""
     for name, value in node.get("init_args", node).items():
-        actual = vars(built).get(name, value)
+        actual: Any = vars(built).get(name, value)
         actual = actual.value if isinstance(actual, Veil) else actual
         several = isinstance(value, list) and isinstance(actual, list)
         for index, (inner, made) in enumerate(zip(value, actual, strict=False) if several else [(value, actual)]):

@@ -295,7 +295,7 @@ def plan() -> None:
 
 
 @_command(
-    "migrate",
+    "moves",
     _CONFIG,
     _JSON,
     _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),

@@ -1,4 +1,5 @@
-"""``datatrove-ckpt relocate``, ``fork`` and ``reshard``: each says what it changes, changes it, and says what is next.
+"""``datatrove-ckpt relocate``, ``fork``, ``reshard`` and ``migrate``: each says what it changes, changes it, and says
+what is next.
 
 Exit codes: 0 done (with --dry-run: would be); 1 a rank is running, or something is damaged, missing or changed; 2 a
 mistake in a file or on the command line.
@@ -18,11 +19,11 @@ from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.fork import (
     Fork,
@@ -42,12 +43,14 @@ from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
+from datatrove_ckpt.preflight.migration import Findings, Migration
 from datatrove_ckpt.preflight.reshard.run import Resharded
 from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
-_SHOWN, _OTHERS_SHOWN = 20, 5
+_SHOWN, _OTHERS_SHOWN, _MOVED_SHOWN = 20, 5, 5
 
 
 # relocate -------------------------------------------------------------------------------------------------------------
@@ -296,7 +299,7 @@ def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) 
 
 
 _ROLLOUTS = "rollouts_per_document"
-_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
+_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about another run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 
 
@@ -401,3 +404,83 @@ def _describe_reshard(found: Resharded, dry_run: bool) -> list[str]:
 
 def _share(sizes: list[float]) -> str:
     return f"{100 * max(sizes, default=0) / (sum(sizes) or 1):.0f} %"
+
+
+# migrate --------------------------------------------------------------------------------------------------------------
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    """Prints what is done, or would be. Returns the exit code."""
+    executor = make_executor(arguments.config, arguments.overrides)
+    migration = Migration(
+        executor,
+        Path(arguments.folder).expanduser(),
+        arguments.logging_dir,
+        arguments.lacking_are_dropped,
+        arguments.any_text,
+        arguments.dry_run,
+    )
+    try:
+        with log_disabled(*_NOT_ABOUT_IT):
+            findings = migration.run()
+    except OSError as error:
+        from datatrove_ckpt.cli.execution import explain  # slow to import
+
+        raise explain(error, RunPlan.of(executor)) from None
+    if arguments.json:
+        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
+    else:
+        say("\n".join([*_describe_migration(findings), *_close_migration(findings, arguments)]))
+    return 0
+
+
+def _describe_migration(findings: Findings) -> Iterator[str]:
+    for rank in findings.ranks:
+        if rank.done:
+            yield f"rank {rank.rank}: taken over before, or started here"
+        else:
+            yield from _rank_lines(rank)
+        if rank.aside:
+            names = ", ".join(map(safe_text, rank.aside[:_MOVED_SHOWN]))
+            more = f" and {len(rank.aside) - _MOVED_SHOWN} more" if len(rank.aside) > _MOVED_SHOWN else ""
+            yield f"  moved aside: {plural(len(rank.aside), 'output file')}: {names}{more}"
+    yield from (f"warning: {safe_text(warning)}" for warning in findings.warnings)
+
+
+def _rank_lines(rank: Rank) -> Iterator[str]:
+    finished = [chunk for chunk in rank.chunks if chunk.finished]
+    written, dropped = (sum(getattr(chunk.counts, name) for chunk in finished) for name in ("written", "dropped"))
+    if finished:
+        yield (
+            f"rank {rank.rank}: {plural(len(finished), 'finished chunk')} with {plural(written + dropped, 'document')} "
+            f"({written} written, {dropped} dropped) {'stays as it is' if len(finished) == 1 else 'stay as they are'}"
+        )
+    else:
+        yield f"rank {rank.rank}: no finished chunk"
+    for chunk in rank.chunks:
+        if chunk.finished or not (chunk.kept or chunk.problems or chunk.redone):
+            continue
+        yield (
+            f"  chunk {chunk.index}: {chunk.kept} of {plural(chunk.counts.read, 'document')} kept, "
+            f"{len(chunk.left) - len(chunk.redone)} not finished, {len(chunk.redone)} processed again"
+        )
+        yield from (f"    {safe_text(problem)}" for problem in chunk.problems)
+        yield from (f"    again: document {one.ordinal} {safe_repr(one.id)}: {one.why}" for one in chunk.redone)
+
+
+def _close_migration(findings: Findings, arguments: argparse.Namespace) -> Iterator[str]:
+    new = [rank for rank in findings.ranks if not rank.done]
+    chunks = [chunk for rank in new for chunk in rank.chunks]
+    again = [left for chunk in chunks for left in chunk.redone]
+    if new:
+        yield (
+            f"{plural(len(new), 'rank')}: {plural(sum(chunk.kept for chunk in chunks), 'document')} kept, "
+            f"{plural(len(again), 'document')} processed again{' for the reasons above' if again else ''}"
+        )
+        yield "Requests of documents that datatrove's run had not finished are sent again."
+    else:
+        yield "Every rank was taken over before."
+    if any(left.why == LACKS for left in again):
+        yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
+    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
+    yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"

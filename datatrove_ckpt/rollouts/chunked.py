@@ -130,22 +130,10 @@ def _earlier(text: str, start: int, overlap: int, first: int) -> int:
 
 
 def _repeated(before: str, after: str, most: int) -> list[int]:
-    """How many characters at the beginning of a text are also at the end of the one before it: each number that fits.
-
-    The failure function of Knuth, Morris and Pratt: its time grows with the length, not with its square.
-    """
+    """How many characters at the beginning of a text are also at the end of the one before it: each number that fits,
+    the largest first."""
     size = min(len(before), len(after), most, _LONGEST_REPEAT)
-    both = [*after[:size], None, *before[len(before) - size :]]
-    borders = [0] * len(both)
-    for index in range(1, len(both)):
-        border = borders[index - 1]
-        while border and both[index] != both[border]:
-            border = borders[border - 1]
-        borders[index] = border + (both[index] == both[border])
-    found = [borders[-1]] if size else []
-    while found and found[-1]:
-        found.append(borders[found[-1] - 1])
-    return [number for number in found if number]
+    return [number for number in range(size, 0, -1) if before.endswith(after[:number])]
 
 
 @dataclass

@@ -68,7 +68,9 @@ def relocate(arguments: argparse.Namespace) -> int:
         report = checks.verify(place.folder, output, not arguments.sizes_only, place.given)
         plan = plan_relocation(report, is_mirror=place.is_copy)
         if plan.obstacles:
-            say(place.said(_obstacles(plan, place)))
+            shown = [line.replace(report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
+            found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
+            say(place.said("\n".join([*shown, f"{found} {_way_out(plan, place)}"])))
             return 1
         for line in _describe_relocation(plan, arguments.sizes_only):
             say(place.said(line))
@@ -86,12 +88,6 @@ def relocate(arguments: argparse.Namespace) -> int:
         "the original as well: both would process the rest."
     )
     return 0
-
-
-def _obstacles(plan: Relocation, place: Place) -> str:
-    shown = [line.replace(plan.report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
-    found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
-    return "\n".join([*shown, f"{found} {_way_out(plan, place)}"])
 
 
 def _way_out(plan: Relocation, place: Place) -> str:

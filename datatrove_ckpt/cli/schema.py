@@ -27,6 +27,7 @@ from datatrove_ckpt.cli.yaml_config import (
     is_class,
     origin,
     parameters_of,
+    sayable,
 )
 from datatrove_ckpt.errors import ConfigError
 
@@ -141,11 +142,9 @@ class _Definitions:
         return found | ({"default": default} if written else {})
 
     def _value(self, hint: Any) -> Schema:
-        kinds = alternatives(hint)
+        kinds = sayable(alternatives(hint))
         if Any in kinds:
             return {}
-        if str in kinds:  # a user who can give a string gives no DataFolder or file system object
-            kinds = [one for one in kinds if one is type(None) or not any(map(is_class, (one, *typing.get_args(one))))]
         objects = [kind for kind in kinds if kind not in _PLAIN and _is_object(kind)]
         found = [self._kind(kind) for kind in kinds if kind not in objects]
         if any(map(is_callable, objects)):

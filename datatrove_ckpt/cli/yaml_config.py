@@ -457,11 +457,17 @@ def fits(cls: type, kinds: list[Any]) -> bool:
     return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
 
 
+def sayable(kinds: list[Any]) -> list[Any]:
+    """Without the objects, such as a DataFolder, that a user who can give a string does not give."""
+    if str not in kinds:
+        return kinds
+    return [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
+
+
 def in_words(kinds: list[Any]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
-    if str in kinds:  # a user who can give a string gives no DataFolder or file system object
-        kinds = [k for k in kinds if k is type(None) or not any(map(is_class, (k, *typing.get_args(k))))]
+    kinds = sayable(kinds)
     words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]

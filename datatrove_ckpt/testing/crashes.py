@@ -188,13 +188,10 @@ def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str |
         assert disk.failed_at is None, f"the job ignored an error of the disk: {disk.failed_at}"
     else:
         assert disk.failed_at is not None, f"the job failed without an error of the disk: {failure}"
-        _assert_helpful(str(failure), disk.refused)
+        message = str(failure)
+        assert any(str(path) in message for path in disk.refused), f"it names none of {disk.refused}: {message}"
+        assert "run the same command again" in message, f"the message does not say what to do: {message}"
     return disk.failed_at
-
-
-def _assert_helpful(message: str, refused: list[Path]) -> None:
-    assert any(str(path) in message for path in refused), f"the message names none of {refused}: {message}"
-    assert "run the same command again" in message, f"the message does not say what to do: {message}"
 
 
 def _state(folder: Path) -> str:
@@ -205,15 +202,11 @@ def _state(folder: Path) -> str:
             continue
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
-            content = _shape(content)
+            # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
+            records, damaged = parse_history(content)
+            content = repr((content[-1:], damaged, [record.KIND for record in records])).encode()
         digest.update(_rows(folder / name) if name.endswith(CACHE) else content)
     return str(digest.hexdigest())
-
-
-def _shape(history: bytes) -> bytes:
-    """What the next attempt does with a history depends on its last byte only. The numbers in it are for people."""
-    records, damaged = parse_history(history)
-    return repr((history[-1:], damaged, [record.KIND for record in records])).encode()
 
 
 def _rows(database: Path) -> bytes:

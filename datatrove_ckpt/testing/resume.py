@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, TypeAlias
 
 import xxhash
@@ -102,11 +102,13 @@ def assert_resume_is_exact(
         [sum(len(names) for at, names in whole if at == epoch) for epoch in range(epochs)],
         [sum(at == epoch for at, _ in whole) for epoch in range(epochs)],
     )
+    ends = [*accumulate(report.batches)][:-1]  # of epochs that another one follows
     for stop in _default_stops(report.batches) if stops is None else stops:
         numbers = (stop,) if isinstance(stop, int) else tuple(stop)
-        if min(numbers, default=-1) < 0 or sum(numbers) > len(whole):
+        last = sum(numbers)
+        if min(numbers, default=-1) < 0 or last > len(whole):
             raise ValueError(f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}.")
-        for between in (False, True) if _ends_an_epoch(sum(numbers), report.batches) else (False,):
+        for between in (False, True) if last > 0 and last in ends else (False,):
             _compare(whole, trial.in_pieces(numbers, between), numbers, between)
             report.stops.append(numbers)
     return report
@@ -157,10 +159,7 @@ class _Trial:
 
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
-    return _shortened(repr(_plain(sample)))
-
-
-def _shortened(text: str) -> str:
+    text = repr(_plain(sample))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
@@ -206,11 +205,6 @@ def _default_stops(batches: list[int]) -> list[int]:
         stops |= {before + 1, before + max(count // 2, 1), before + count}
         before += count
     return sorted(stop for stop in stops if stop <= before)
-
-
-def _ends_an_epoch(stop: int, batches: list[int]) -> bool:
-    """Whether another epoch begins after this number of batches."""
-    return stop > 0 and any(stop == sum(batches[: epoch + 1]) for epoch in range(len(batches) - 1))
 
 
 def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], between: bool) -> None:

@@ -39,7 +39,7 @@ from datatrove_ckpt.maintenance.fork import (
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
@@ -300,25 +300,14 @@ _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generati
 
 
 def _documents(found: Fork, state: RunState) -> tuple[int, str]:
-    """How many documents the input has, and how well that is known. Unknown ranks have as many as others."""
-    finished = {rank.rank: rank.documents for rank in state.ranks if rank.state == "finished"} | found.documents
-    others = [rank for rank in state.ranks if rank.rank not in finished]
-    if not others and not state.totals.not_started:
-        return sum(finished.values()), "for"
-    guessed = {rank.rank: guess for rank in others if (guess := _guess(rank))}
-    if not (known := finished | guessed):
-        return state.totals.documents, "for at least"
-    mean = round(sum(known.values()) / len(known))
-    rest = sum(max(mean, rank.documents) for rank in others if rank.rank not in guessed)
-    return sum(known.values()) + rest + mean * state.totals.not_started, "for about"
-
-
-def _guess(rank: RankState) -> int | None:
-    """From its position in the input, and the documents that were done then."""
-    done = rank.attempt.documents if rank.attempt is not None else None
-    if not done or not rank.position.done or not rank.position.total:
-        return None
-    return max(rank.documents, round(done * rank.position.total / rank.position.done))
+    """How many documents the input has, and how well that is known."""
+    known = {rank.rank: rank.documents for rank in state.ranks if rank.state == "finished"} | found.documents
+    done, position = state.totals.documents, state.totals.position
+    if len(known) == len(state.ranks) and not state.totals.not_started:
+        return sum(known.values()), "for"
+    if not position.done or not position.total:
+        return done, "for at least"
+    return max(done, round(done * position.total / position.done)), "for about"
 
 
 def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Namespace) -> str:

@@ -13,11 +13,22 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.inference.servers.connect import ExternalServers
+from datatrove_ckpt.inference.servers.gpu_slots import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
 """Config for servers that stop answering by design, where the rank's stop is waited for. The start has more time."""
+
+
+@asynccontextmanager
+async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
+    leases = await lease_gpus(config)
+    try:
+        yield leases
+    finally:
+        for lease in leases:
+            lease.close()
 
 
 def documents(number: int) -> list[Document]:

@@ -4,16 +4,16 @@ A chunk is complete when this process has admitted all its documents and every o
 decided here, in one place, for chunks that are full, for the last chunk of the input, and for chunks that an earlier
 attempt finished without committing.
 
-A chunk crosses threads as an immutable value: ``CompleteChunk`` goes from the event loop through the storage thread to
-the publisher, and ``PublishedChunk`` goes from the publisher back to the storage thread.
+One ``Chunk`` goes from the event loop through the storage thread to the publisher, and back to the storage thread. One
+thread has it at a time: each sets what it finds out, and hands it on through a queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.forks import Forked
@@ -30,11 +30,41 @@ def no_position() -> None:
     """The ``PositionGetter`` of a reader without state."""
 
 
-class ChunkKey(NamedTuple):
-    """A chunk, and the ordinal of its first document."""
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One chunk, from its first document to its commit.
 
-    chunk_index: int
+        event loop        open: its documents are admitted and finished, until all of them are in its journal
+        storage thread    complete: the journal, which no longer grows, is synced
+        publisher         written: its output files are in place, or will be
+        storage thread    placed: the commit line is appended
+
+    Attributes:
+        recovered: fingerprints of the documents found in its journal, by ordinal, until they are read again.
+        read, finished: numbers of documents.
+        full: no document of it follows.
+        last_input: fingerprint of the last document.
+        position: called when the chunk is committed, in the storage thread.
+        counts, work, dead_letters, files: of the written chunk. ``dead_letters`` are lines.
+    """
+
+    index: int
     first_ordinal: int
+    capacity: int = 0
+    recovered: dict[int, str] = field(default_factory=dict)
+    read: int = 0
+    finished: int = 0
+    full: bool = False
+    last_input: str = ""
+    position: PositionGetter = no_position
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    work: WorkStats = field(default_factory=WorkStats)
+    dead_letters: bytearray = field(default_factory=bytearray)
+    files: list[OutputFile] = field(default_factory=list)
+
+    @property
+    def next_ordinal(self) -> int:
+        return self.first_ordinal + self.read
 
 
 @dataclass(slots=True)
@@ -42,51 +72,8 @@ class ChunkSlot:
     """The slot of a document that must be processed. ``cached``: an earlier attempt left answers for it."""
 
     ordinal: int
-    chunk_index: int
+    chunk: Chunk
     cached: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteChunk:
-    """A chunk whose ``read`` documents are all in its journal, which no longer grows.
-
-    ``last_input`` is the fingerprint of the last document. ``position`` is called when the chunk is committed, in the
-    storage thread.
-    """
-
-    key: ChunkKey
-    read: int
-    last_input: str
-    position: PositionGetter
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedChunk:
-    """A chunk whose output files are in place, but which is not committed yet."""
-
-    chunk: CompleteChunk
-    counts: DocumentCounts
-    work: WorkStats
-    files: list[OutputFile]
-    dead_letters: bytes
-
-
-@dataclass(slots=True)
-class _OpenChunk:
-    """A chunk that is not complete. ``recovered``: fingerprints of the documents found in its journal, by ordinal."""
-
-    key: ChunkKey
-    capacity: int
-    recovered: dict[int, str]
-    read: int = 0
-    finished: int = 0
-    full: bool = False
-    last_input: str = ""
-    position: PositionGetter = no_position
-
-    @property
-    def next_ordinal(self) -> int:
-        return self.key.first_ordinal + self.read
 
 
 class ChunkTracker:
@@ -99,7 +86,7 @@ class ChunkTracker:
     """
 
     def __init__(
-        self, folder: Path, records_per_chunk: int, point: ResumePoint, on_complete: Callable[[CompleteChunk], None]
+        self, folder: Path, records_per_chunk: int, point: ResumePoint, on_complete: Callable[[Chunk], None]
     ) -> None:
         self._folder = folder
         self._ends = point.chunk_ends(records_per_chunk)
@@ -110,8 +97,8 @@ class ChunkTracker:
         self._forked = point.forked
         self._next_chunk = point.next_chunk
         self._next_ordinal = point.next_ordinal
-        self._current: _OpenChunk | None = None
-        self._open: dict[int, _OpenChunk] = {}
+        self._current: Chunk | None = None
+        self._open: dict[int, Chunk] = {}
 
     @property
     def all_complete(self) -> bool:
@@ -130,7 +117,7 @@ class ChunkTracker:
         chunk.position, chunk.last_input = position, fingerprint
         if self._forked is not None:
             self._check_fork(self._forked, ordinal, fingerprint)
-        committed = self._committed.get(chunk.key.chunk_index)
+        committed = self._committed.get(chunk.index)
         if committed is not None:
             self._pass_committed(chunk, committed)
             return None
@@ -138,18 +125,16 @@ class ChunkTracker:
             self._fill(chunk)
         if (known := chunk.recovered.pop(ordinal, None)) is not None:
             self._expect(known, fingerprint, ordinal)
-            self._count_finished(chunk)
+            self.document_finished(chunk)
             return None
         cached = ordinal in self._cached
         self._cached.discard(ordinal)
-        return ChunkSlot(ordinal, chunk.key.chunk_index, cached)
+        return ChunkSlot(ordinal, chunk, cached)
 
-    def key(self, slot: ChunkSlot) -> ChunkKey:
-        return self._open[slot.chunk_index].key
-
-    def document_finished(self, slot: ChunkSlot) -> None:
+    def document_finished(self, chunk: Chunk) -> None:
         """Counts a document that is on its way into its journal. Its chunk may become complete."""
-        self._count_finished(self._open[slot.chunk_index])
+        chunk.finished += 1
+        self._report_if_complete(chunk)
 
     def end_of_input(self) -> None:
         """Closes the last chunk, however short it is.
@@ -194,20 +179,20 @@ class ChunkTracker:
             or any(ordinal >= self.documents for ordinal in self._cached)
         )
 
-    def _begin_chunk(self) -> _OpenChunk:
+    def _begin_chunk(self) -> Chunk:
         index, ordinal = self._next_chunk, self._next_ordinal
         capacity = next(self._ends) - ordinal
-        chunk = _OpenChunk(ChunkKey(index, ordinal), capacity, self._recovered.pop(index, {}))
+        chunk = Chunk(index, ordinal, capacity, self._recovered.pop(index, {}))
         self._current = self._open[index] = chunk
         self._next_chunk += 1
         return chunk
 
-    def _pass_committed(self, chunk: _OpenChunk, committed: Commit) -> None:
+    def _pass_committed(self, chunk: Chunk, committed: Commit) -> None:
         if chunk.read == committed.counts.read:
             self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
             self._current = None
             self._next_ordinal = committed.next_ordinal
-            del self._open[chunk.key.chunk_index]
+            del self._open[chunk.index]
 
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
         if known != fingerprint:
@@ -217,17 +202,13 @@ class ChunkTracker:
                 "checkpoints_local_dir."
             )
 
-    def _fill(self, chunk: _OpenChunk) -> None:
+    def _fill(self, chunk: Chunk) -> None:
         chunk.full = True
         self._current = None
         self._next_ordinal = chunk.next_ordinal
         self._report_if_complete(chunk)
 
-    def _count_finished(self, chunk: _OpenChunk) -> None:
-        chunk.finished += 1
-        self._report_if_complete(chunk)
-
-    def _report_if_complete(self, chunk: _OpenChunk) -> None:
+    def _report_if_complete(self, chunk: Chunk) -> None:
         if chunk.full and chunk.finished == chunk.read:
-            del self._open[chunk.key.chunk_index]
-            self._on_complete(CompleteChunk(chunk.key, chunk.read, chunk.last_input, chunk.position))
+            del self._open[chunk.index]
+            self._on_complete(chunk)

@@ -22,7 +22,6 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
-from datatrove_ckpt.errors import StorageFailed
 
 KEPT = 3
 """How many damaged caches are kept beside the current one."""
@@ -50,13 +49,6 @@ def is_damage(error: BaseException | None) -> bool:
     code = getattr(error, "sqlite_errorcode", None)
     # The lowest byte is the kind of the error; the others are details.
     return isinstance(error, NotOurs) or (isinstance(code, int) and code & 0xFF in _DAMAGE)
-
-
-def unusable(path: Path, reason: str) -> StorageFailed:
-    """An error that says that the database is damaged, for a case that SQLite does not notice."""
-    error = StorageFailed(f"{path} is damaged: {reason}.")
-    error.__cause__ = NotOurs(reason)
-    return error
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -220,6 +220,18 @@ class AttemptSummary:
     documents: int | None = None
     own: int = 0
 
+    def take(self, record: Record) -> None:
+        """Adds what a line says."""
+        self.last_seen = max(self.last_seen, record.at)
+        if isinstance(record, Start):
+            self.host, self.pid, self.slurm_job = record.host, record.pid, record.job
+            self.version, self.started = record.version, min(self.started, record.at)
+        elif isinstance(record, End):
+            self.ended, self.why, self.what = record.at, record.why, record.what
+        elif isinstance(record, Progress):
+            self.in_flight = record.in_flight
+            self.documents, self.own = record.documents.read, record.own.documents
+
 
 @dataclass(slots=True)
 class Rates:
@@ -339,18 +351,8 @@ def _count(found: RecentHistory, attempts: dict[int, AttemptSummary], record: Re
     """Adds what a line says of its attempt."""
     if record is None:
         return
-    attempt = attempts.get(record.attempt)
-    if attempt is None:
-        attempt = attempts[record.attempt] = AttemptSummary(record.attempt, record.at, record.at)
-    attempt.last_seen = max(attempt.last_seen, record.at)
-    if isinstance(record, Start):
-        attempt.host, attempt.pid, attempt.slurm_job = record.host, record.pid, record.job
-        attempt.version, attempt.started = record.version, min(attempt.started, record.at)
-    elif isinstance(record, End):
-        attempt.ended, attempt.why, attempt.what = record.at, record.why, record.what
-    elif isinstance(record, Progress):
-        attempt.in_flight = record.in_flight
-        attempt.documents, attempt.own = record.documents.read, record.own.documents
+    attempts.setdefault(record.attempt, AttemptSummary(record.attempt, record.at, record.at)).take(record)
+    if isinstance(record, Progress):
         found.last = record
 
 

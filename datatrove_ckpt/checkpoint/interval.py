@@ -13,7 +13,6 @@ because a single slow one would stretch the next interval, and so the possible l
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,31 +55,22 @@ MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
 
 
 class Interval:
-    """A fixed interval: ``seconds`` to wait between two saves."""
+    """The ``seconds`` to wait between two saves. One thread calls ``took``; others may read ``seconds``.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    Args:
+        setting: a number of seconds, which stays; "auto": ``seconds`` follows the duration of saves.
+    """
+
+    def __init__(self, setting: Seconds, tuning: Tuning) -> None:
+        self.seconds = tuning.first if setting == "auto" else setting
+        self._tuning = tuning if setting == "auto" else None
+        self._durations: list[float] = []
 
     def took(self, duration: float) -> None:
         """Records the duration of a save, in seconds."""
-
-
-class TunedInterval(Interval):
-    """An interval that follows the duration of saves. One thread calls ``took``; others may read ``seconds``."""
-
-    def __init__(self, tuning: Tuning) -> None:
-        super().__init__(tuning.first)
-        self._tuning = tuning
-        self._durations: deque[float] = deque(maxlen=RECENT)
-
-    def took(self, duration: float) -> None:
-        self._durations.append(duration)
-        self.seconds = self._tuning.interval(list(self._durations))
-
-
-def make_interval(seconds: Seconds, tuning: Tuning) -> Interval:
-    """Returns the interval for a setting. ``tuning`` is used for "auto"."""
-    return TunedInterval(tuning) if seconds == "auto" else Interval(seconds)
+        if self._tuning is not None:
+            self._durations = [*self._durations, duration][-RECENT:]
+            self.seconds = self._tuning.interval(self._durations)
 
 
 def check_seconds(name: str, value: object) -> None:

@@ -36,7 +36,6 @@ from datatrove_ckpt.checkpoint.commits import (
     scan_commits,
     sum_commits,
     sum_counts,
-    sum_journal,
 )
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
@@ -457,14 +456,13 @@ def _read_journals(
             return None
     counted = {}
     for index in found.journals:
-        path = found.path(journal_name(index))
-        counts = None if Want.COMMITS in want else sum_journal(path)
-        if counts is None:
-            counts, ordinals[index] = DocumentCounts(), {}
-            for _, one in read_finished(Path(path), ordinals[index]):
-                if one is not None:
-                    counts.count(one.outcome, *one.numbers)
-        counted[index] = counts
+        known: dict[int, str] = {}
+        counted[index] = DocumentCounts()
+        for _, one in read_finished(Path(found.path(journal_name(index))), known):
+            if one is not None:
+                counted[index].count(one.outcome, *one.numbers)
+        if Want.COMMITS in want:
+            ordinals[index] = known
     return counted
 
 

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import (
+    Chunk,
     ChunkSlot,
     ChunkTracker,
-    CompleteChunk,
     PositionGetter,
-    PublishedChunk,
     no_position,
 )
-from datatrove_ckpt.checkpoint.clock import RankClock, Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
-from datatrove_ckpt.checkpoint.dealt_out import count_reshards
+from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, make_interval
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
+from datatrove_ckpt.checkpoint.job_ledger import count_reshards
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -45,7 +44,7 @@ from datatrove_ckpt.checkpoint.layout import (
     is_finished,
     journal_indices,
     journal_path,
-    last_chunk_file,
+    last_chunk_of,
     rank_folder,
     retry_number,
 )
@@ -57,9 +56,8 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
-from datatrove_ckpt.checkpoint.snapshot import Mirror, NoMirror, Snapshot
+from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.process.shutdown import Shutdown
 
 # With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk. On
@@ -80,6 +78,12 @@ class OpenCheckpoint:
         self, settings: CheckpointManager, lock: files.Lock, fence: Fence, rank_files: RankFiles, point: ResumePoint
     ) -> None:
         self.resumed = point
+        self.counts = rank_files.counts
+        """What all attempts of the rank committed. The storage thread adds to it."""
+        self.work = rank_files.work
+        """What the documents of all attempts took, as far as they are committed. To be read after ``close``."""
+        self.clock = rank_files.clock
+        """Measures this attempt."""
         self.error: BaseException | None = None
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any thread."""
         self.on_change: Callable[[], None] = lambda: None
@@ -98,7 +102,7 @@ class OpenCheckpoint:
             settings.write_chunk, self._placement, fence, self._commit, self.fail, settings.shutdown
         )
         self._room = DiskRoom(folder)
-        self._mirror = settings.mirror or NoMirror()
+        self._mirror = settings.mirror
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
         self._admitted = self._finished = self._finished_bytes = 0
@@ -109,7 +113,8 @@ class OpenCheckpoint:
         """Starts the threads."""
         self._storage.start()
         self._publisher.start()
-        self._mirror.start(self)
+        if self._mirror is not None:
+            self._mirror.start(self)
 
     def close(self, completed: bool = False) -> None:
         """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
@@ -128,7 +133,8 @@ class OpenCheckpoint:
         self.note(*self.last_records(completed))
         self._storage.stop()
         self.error = self.error or self._storage.error
-        self._mirror.stop(completed and self.error is None)
+        if self._mirror is not None:
+            self._mirror.stop(completed and self.error is None)
         completed = completed and self.error is None
         try:
             self._files.close(completed)
@@ -160,14 +166,14 @@ class OpenCheckpoint:
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         """Hands an answer over to be written."""
-        self._storage.put_answer(CachedRequest(slot.chunk_index, slot.ordinal, doc_id, key, answer))
+        self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
-        self._storage.put_finished(self._chunks.key(slot), finished)
+        self._storage.put_finished(slot.chunk, finished)
         self._finished += 1
         self._finished_bytes += len(finished.document)
-        self._chunks.document_finished(slot)
+        self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
         """No document follows: the last chunk is complete, however short it is.
@@ -187,9 +193,9 @@ class OpenCheckpoint:
         """Puts in place what is published, without waiting for more. Called before the rank ends early."""
         self._placement.hurry()
 
-    def _publish(self, chunk: CompleteChunk) -> None:
+    def _publish(self, chunk: Chunk) -> None:
         self._complete += 1
-        self._storage.call(partial(self._files.publish, chunk, self._publisher.submit))
+        self._storage.call(lambda: self._publisher.submit(chunk, self._files.synced_journal(chunk)))
 
     # state -------------------------------------------------------------------------------------------------------
 
@@ -197,11 +203,6 @@ class OpenCheckpoint:
     def has_locks(self) -> bool:
         """False: the file system has no locks, and only the fence keeps two processes apart."""
         return self._lock.works
-
-    @property
-    def counts(self) -> DocumentCounts:
-        """What all attempts of the rank committed. The storage thread adds to it."""
-        return self._files.counts
 
     def read_commits(self, path: Path) -> dict[int, Commit]:
         """``read_commits``, without a look into the rank's own file: only where there are no locks, others write to it.
@@ -212,19 +213,9 @@ class OpenCheckpoint:
         return dict(self._files.log.commits) if is_known else read_commits(path)
 
     @property
-    def work(self) -> WorkStats:
-        """What the documents of all attempts took, as far as they are committed. To be read after ``close``."""
-        return self._files.work
-
-    @property
     def seconds(self) -> Seconds:
         """What all attempts took until the last commit."""
         return self._files.seconds
-
-    @property
-    def clock(self) -> RankClock:
-        """Measures this attempt."""
-        return self._files.clock
 
     @property
     def congested(self) -> bool:
@@ -295,8 +286,8 @@ class OpenCheckpoint:
         """
         return self._storage.ask(partial(self._files.snapshot, since))
 
-    def _commit(self, published: PublishedChunk) -> None:
-        self._storage.call(partial(self._files.commit, published))
+    def _commit(self, chunk: Chunk) -> None:
+        self._storage.call(partial(self._files.commit, chunk))
 
 
 # how it is opened -----------------------------------------------------------------------------------------------------
@@ -344,21 +335,19 @@ class CheckpointManager:
     def folder(self) -> Path:
         return rank_folder(self.root, self.rank)
 
-    @property
-    def _last_chunk(self) -> Path:
-        return last_chunk_file(self.root, self.rank)
-
     def open(self) -> OpenCheckpoint:
         """Takes the lock, checks the identity, recovers, and starts the threads.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
-        folder = self.folder
-        check_files(folder, self._last_chunk)
+        folder, last_chunk = self.folder, last_chunk_of(self.folder)
+        check_files(folder, last_chunk)
         is_new = not folder.exists()
+        # Ranks retry their dead letters when they like, with settings of their own: a retry is no job, and no share.
+        is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
-        files.disk.make_dirs(self._last_chunk.parent)
+        files.disk.make_dirs(last_chunk.parent)
         finished, unlocked = is_finished(folder), not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
@@ -368,12 +357,14 @@ class CheckpointManager:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             refuse_half_resharded(self.root)
-            claim = RunClaim(folder, self.identity, self.accept_changes, self._reshards())
+            reshards = 0 if is_retry else count_reshards(self.root, self.rank, self.identity.fields["tasks"])
+            claim = RunClaim(folder, self.identity, self.accept_changes, reshards)
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)
             if claim.is_first:
                 self.before_first()
-            with self._joined():
+            joined = nullcontext() if is_retry else join_job(self.root, self.rank, self.identity, self.accept_changes)
+            with joined:
                 refused.pop_all()
                 undo.callback(lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
@@ -381,36 +372,23 @@ class CheckpointManager:
             log = CommitLog(folder / COMMITS, scanned if lock.works else None)
             if self.retry_errors:
                 cache.forget_errors()
-            point = recover(folder, self._last_chunk, log, cache, self.records_per_chunk)
+            point = recover(folder, log, cache, self.records_per_chunk)
             point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
-            interval = make_interval(self.sync_seconds, SYNC_TUNING)
-            rank_files = RankFiles(folder, self._last_chunk, cache, log, fence, interval, point)
+            rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point)
             rank_files.start_history()
             undo.pop_all()
         checkpoint = OpenCheckpoint(self, lock, fence, rank_files, point)
         checkpoint.start()
         return checkpoint
 
-    def _reshards(self) -> int:
-        """How many times the input was dealt out anew. The dead letters that a retry reads are no part of it."""
-        if retry_number(self.root.name) is not None:
-            return 0
-        return count_reshards(self.root, self.rank, self.identity.fields.get("tasks"))
-
-    def _joined(self) -> AbstractContextManager[None]:
-        """Ranks retry their dead letters when they like, with settings of their own: a retry is no job."""
-        if retry_number(self.root.name) is not None:
-            return nullcontext()
-        return join_job(self.root, self.rank, self.identity, self.accept_changes)
-
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
         """Makes this process the rank's owner, and opens the request cache."""
-        if claim.is_first and self._last_chunk.exists():
+        if claim.is_first and (last_chunk := last_chunk_of(self.folder)).exists():
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
-            files.disk.remove(self._last_chunk)
-            files.disk.sync_dir(self._last_chunk.parent)
+            files.disk.remove(last_chunk)
+            files.disk.sync_dir(last_chunk.parent)
         if lock.works and (claim.forked is not None or not claim.is_first):
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo, claim.is_first)

@@ -11,10 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from datatrove_ckpt.checkpoint.chunks import CompleteChunk, PublishedChunk
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished, Took
@@ -32,10 +33,7 @@ WriteChunk: TypeAlias = Callable[[int, Iterable[Finished]], list[OutputFile]]
 """Writes and publishes the output of one chunk from its written documents (steps 2 and 3). It may read them again."""
 
 
-class _LastChunk:
-    """In the queue: no chunk follows."""
-
-
+@dataclass(eq=False)
 class Publisher:
     """Publishes what is submitted, in order, in its own thread.
 
@@ -45,22 +43,15 @@ class Publisher:
         on_failure: called likewise with the error, after which nothing more is published.
     """
 
-    def __init__(
-        self,
-        write_chunk: WriteChunk,
-        placement: Placement,
-        fence: Fence,
-        on_published: Callable[[PublishedChunk], None],
-        on_failure: Callable[[BaseException], None],
-        shutdown: Shutdown,
-    ) -> None:
-        self._write_chunk = write_chunk
-        self._placement = placement
-        self._fence = fence
-        self._on_published = on_published
-        self._on_failure = on_failure
-        self._shutdown = shutdown
-        self._queue: queue.SimpleQueue[tuple[CompleteChunk, ChunkJournal] | _LastChunk | None] = queue.SimpleQueue()
+    write_chunk: WriteChunk
+    placement: Placement
+    fence: Fence
+    on_published: Callable[[Chunk], None]
+    on_failure: Callable[[BaseException], None]
+    shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True)
@@ -68,30 +59,27 @@ class Publisher:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
+    def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         """``journal`` holds all documents of the chunk, and is synced."""
-        self._queue.put((chunk, journal))
+        self._queue.put(partial(self._publish, chunk, journal))
 
     def no_more(self) -> None:
         """Every chunk of the input is submitted."""
-        self._queue.put(_LastChunk())
+        self._queue.put(self.placement.hurry)
 
     def stop(self) -> None:
         """Ends the thread. The next attempt publishes what is not published yet."""
         self._stopping.set()
         self._queue.put(None)
         # A publication that is left running does no harm: it ends with this process, or without its commit.
-        self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
+        self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
 
     # publisher thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None and not self._stopping.is_set():
-                if isinstance(item, _LastChunk):
-                    self._placement.hurry()
-                else:
-                    self._publish(*item)
+            while (step := self._queue.get()) is not None and not self._stopping.is_set():
+                step()
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
@@ -100,40 +88,33 @@ class Publisher:
             self._ended.put(True)
 
     def _fail(self, error: BaseException) -> None:
-        self._on_failure(self._fence.explain(error))
+        self.on_failure(self.fence.explain(error))
 
-    def _publish(self, chunk: CompleteChunk, journal: ChunkJournal) -> None:
-        documents = _WrittenDocuments(journal, self._stopping, self._fence)
+    def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(documents):
-            output = self._write_chunk(chunk.key.chunk_index, documents)
-        counts, work, dead_letters = documents.counts, documents.work, documents.dead_letters
-        if counts.read != chunk.read:
+        with closing(_WrittenDocuments(chunk, journal, self._stopping, self.fence)) as documents:
+            chunk.files = self.write_chunk(chunk.index, documents)
+        if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
-                f"The journal {journal.path} holds {counts.read} documents instead of {chunk.read}; its output "
+                f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        published = PublishedChunk(chunk, counts, work, output, bytes(dead_letters))
-        check, done = partial(self._fence.check, thorough=True), partial(self._on_published, published)
-        self._placement.wait(chunk.key.chunk_index, WaitingChunk(check, done, self._fail))
+        check, done = partial(self.fence.check, thorough=True), partial(self.on_published, chunk)
+        self.placement.wait(chunk.index, WaitingChunk(check, done, self._fail))
 
 
+@dataclass(eq=False)
 class _WrittenDocuments:
     """The documents of a chunk that go to the output, as often as they are asked for.
 
-    Attributes:
-        counts, work: of all documents that the last pass has read.
-        dead_letters: their lines.
+    The chunk's counts, work and dead letters are those of all documents that the last pass has read.
     """
 
-    def __init__(self, journal: ChunkJournal, stopping: threading.Event, fence: Fence) -> None:
-        self.counts = DocumentCounts()
-        self.work = WorkStats()
-        self.dead_letters = bytearray()
-        self._journal = journal
-        self._stopping = stopping
-        self._fence = fence
-        self._pass: Generator[Finished, None, None] | None = None
+    chunk: Chunk
+    journal: ChunkJournal
+    stopping: threading.Event
+    fence: Fence
+    _pass: Generator[Finished, None, None] | None = None
 
     def __iter__(self) -> Iterator[Finished]:
         self.close()
@@ -146,24 +127,25 @@ class _WrittenDocuments:
             self._pass.close()
 
     def _read(self) -> Generator[Finished, None, None]:
-        self.counts, self.work, self.dead_letters = DocumentCounts(), WorkStats(), bytearray()
+        chunk = self.chunk
+        chunk.counts, chunk.work, chunk.dead_letters = DocumentCounts(), WorkStats(), bytearray()
         took: list[Took] = []
-        with closing(self._journal.read_in_order()) as documents:
+        with closing(self.journal.read_in_order()) as documents:
             for finished in documents:
                 took.append(finished.took)
                 if len(took) == _COUNTED_AT_ONCE:
                     self._count(took)
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     raise Stopping
                 if finished.outcome == "dead":
-                    self.dead_letters += finished.document + b"\n"
+                    chunk.dead_letters += finished.document + b"\n"
                 elif finished.outcome == "written":
                     yield finished
         self._count(took)
         # The last moment before the caller publishes.
-        self._fence.check(thorough=True)
+        self.fence.check(thorough=True)
 
     def _count(self, took: list[Took]) -> None:
-        self.counts.count_all(took)
-        self.work.count(took)
+        self.chunk.counts.count_all(took)
+        self.chunk.work.count(took)
         took.clear()

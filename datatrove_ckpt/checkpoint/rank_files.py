@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import ChunkKey, CompleteChunk, PublishedChunk
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history_log import HistoryLog
@@ -22,7 +22,16 @@ from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, Sta
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, RUN, SHARD, journal_path
+from datatrove_ckpt.checkpoint.layout import (
+    COMMITS,
+    DEAD_LETTERS,
+    HISTORY,
+    RETRY_INPUT,
+    RUN,
+    SHARD,
+    journal_path,
+    last_chunk_of,
+)
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
@@ -30,9 +39,6 @@ from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
-
-PublishChunk = Callable[[CompleteChunk, ChunkJournal], None]
-"""Hands a complete chunk and its synced journal to the publisher. Returns at once."""
 
 
 class RankFiles:
@@ -43,7 +49,6 @@ class RankFiles:
     ``counts`` and ``committed``.
 
     Args:
-        last_chunk: the file for people that names the last chunk of the unbroken run.
         cache, log: this rank's, open and recovered.
         point: what recovery found.
     """
@@ -51,7 +56,6 @@ class RankFiles:
     def __init__(
         self,
         folder: Path,
-        last_chunk: Path,
         cache: RequestCache,
         log: CommitLog,
         fence: Fence,
@@ -72,7 +76,6 @@ class RankFiles:
         self.unfinished = set(point.cached)
         """Ordinals of documents that have answers and are not finished."""
         self._folder = folder
-        self._last_chunk = last_chunk
         self._cache = cache
         self.log = log
         self._fence = fence
@@ -108,7 +111,7 @@ class RankFiles:
         """Reads the cached answers of one document."""
         return self._cache.answers(ordinal)
 
-    def write(self, answers: list[CachedRequest], documents: Mapping[ChunkKey, list[Finished]]) -> None:
+    def write(self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]) -> None:
         """Writes one group: one SQLite transaction, and one write per journal.
 
         Raises:
@@ -119,8 +122,8 @@ class RankFiles:
         if answers:
             self._cache.put(answers)
             self.unfinished.update(request.ordinal for request in answers)
-        for key, group in documents.items():
-            journal = self._journal(key)
+        for chunk, group in documents.items():
+            journal = self._journal(chunk)
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
@@ -151,63 +154,63 @@ class RankFiles:
         self._history.sync()
         self._interval.took(time.monotonic() - start)
 
-    def _journal(self, key: ChunkKey) -> ChunkJournal:
-        journal = self._journals.get(key.chunk_index)
+    def _journal(self, chunk: Chunk) -> ChunkJournal:
+        journal = self._journals.get(chunk.index)
         if journal is None:
-            path = journal_path(self._folder, key.chunk_index)
-            journal = self._journals[key.chunk_index] = ChunkJournal(path, key.first_ordinal)
+            path = journal_path(self._folder, chunk.index)
+            journal = self._journals[chunk.index] = ChunkJournal(path, chunk.first_ordinal)
         return journal
 
     # chunks ------------------------------------------------------------------------------------------------------
 
-    def publish(self, chunk: CompleteChunk, publish: PublishChunk) -> None:
-        """Step 1 of a commit: syncs the journal. Then hands the chunk to the publisher, which does steps 2 and 3."""
-        journal = self._journal(chunk.key)
+    def synced_journal(self, chunk: Chunk) -> ChunkJournal:
+        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete chunk."""
+        journal = self._journal(chunk)
         journal.sync()
-        publish(chunk, journal)
+        return journal
 
-    def commit(self, published: PublishedChunk) -> None:
+    def commit(self, chunk: Chunk) -> None:
         """Steps 4 and 5: appends the commit line, then drops the journal and the answers.
 
         Raises:
             Fenced: another process has taken the rank over.
         """
         self._fence.check(thorough=True)
-        if published.dead_letters:
-            self._dead_letters.append(published.dead_letters)
+        if chunk.dead_letters:
+            self._dead_letters.append(bytes(chunk.dead_letters))
             self._dead_letters.sync()
-        chunk, seconds = published.chunk, self.clock.now()
+        seconds = self.clock.now()
         self.log.append(
             Commit(
-                chunk_index=chunk.key.chunk_index,
-                first_ordinal=chunk.key.first_ordinal,
-                counts=published.counts,
-                files=published.files,
+                chunk_index=chunk.index,
+                first_ordinal=chunk.first_ordinal,
+                counts=chunk.counts,
+                files=chunk.files,
                 position=chunk.position(),
                 last_input=chunk.last_input,
                 dead_letters_size=self._dead_letters.size,
-                work=published.work,
+                work=chunk.work.to_json(),
                 seconds=seconds,
                 at=unix_seconds(),
             )
         )
         self._forget(chunk)
-        self.counts.add(published.counts)
-        self.work.add(published.work)
+        self.counts.add(chunk.counts)
+        self.work.add(chunk.work)
         self.seconds = seconds
         self.committed += 1  # last: once this is seen, the event loop may take the rank for finished
 
-    def _forget(self, chunk: CompleteChunk) -> None:
+    def _forget(self, chunk: Chunk) -> None:
         before = self._unbroken
         while self._unbroken in self.log.commits:
             self._unbroken += 1
         if self._unbroken > before:
-            write_last_chunk(self._last_chunk, self._unbroken - 1)
-        journal = self._journal(chunk.key)
+            write_last_chunk(last_chunk_of(self._folder), self._unbroken - 1)
+        journal = self._journal(chunk)
         journal.remove()
-        del self._journals[chunk.key.chunk_index]
+        del self._journals[chunk.index]
         self._dirty.pop(journal.path, None)
-        self._cache.drop_chunk(chunk.key.chunk_index)
+        self._cache.drop_chunk(chunk.index)
 
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read.

@@ -28,14 +28,13 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
 from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
-from datatrove_ckpt.errors import CheckpointCorrupt
 
 
 @dataclass(slots=True)
@@ -100,19 +99,18 @@ def holds_work(folder: Path) -> bool:
     return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)
 
 
-def recover(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
+def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
     """Completes what a crash interrupted, and returns where to resume.
 
     Args:
         folder: the rank's folder.
-        last_chunk: the file for people that names the last chunk of the unbroken run.
         log, cache: this rank's, open.
 
     Raises:
         CheckpointCorrupt: a file holds something that no crash can leave behind.
     """
     point = _resume_point(log)
-    _finish_commits(folder, last_chunk, log, cache, point)
+    _finish_commits(folder, log, cache, point)
     for chunk_index, first_ordinal, end in uncommitted_journals(folder, log.commits, records_per_chunk):
         journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end, point.finished.count)
         if journal.size:
@@ -150,15 +148,15 @@ def _resume_point(log: CommitLog) -> ResumePoint:
     return point
 
 
-def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
+def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
     """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk was not committed."""
     for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:
             files.disk.remove(journal_path(folder, chunk_index))
     for chunk_index in cache.chunks() & log.commits.keys():
         cache.drop_chunk(chunk_index)
-    if point.next_chunk and read_last_chunk(last_chunk) != point.next_chunk - 1:
-        write_last_chunk(last_chunk, point.next_chunk - 1)
+    if point.next_chunk and read_last_chunk(last_chunk_of(folder)) != point.next_chunk - 1:
+        write_last_chunk(last_chunk_of(folder), point.next_chunk - 1)
     dead_letters = folder / DEAD_LETTERS
     if dead_letters.exists() and dead_letters.stat().st_size > point.dead_letters_size:
         files.disk.truncate(dead_letters, point.dead_letters_size)
@@ -167,11 +165,7 @@ def _finish_commits(folder: Path, last_chunk: Path, log: CommitLog, cache: Reque
 def uncommitted_journals(
     folder: Path, commits: dict[int, Commit], records_per_chunk: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields index, first ordinal and end of each chunk that has a journal and no commit.
-
-    Raises:
-        CheckpointCorrupt: a journal is not of this run.
-    """
+    """Yields index, first ordinal and end of each chunk that has a journal and no commit."""
     before = ordinal = 0
     done = sorted(commits, reverse=True)
     for chunk_index in journal_indices(folder):
@@ -180,11 +174,6 @@ def uncommitted_journals(
         while done and done[-1] < chunk_index:
             before = done.pop() + 1
             ordinal = commits[before - 1].next_ordinal
-        if chunk_index - before > MAX_GAP:
-            raise CheckpointCorrupt(
-                f"{journal_path(folder, chunk_index)} is the journal of a chunk that this run cannot have begun: the "
-                f"chunks from {before} on are not done. Move the file out of the rank's folder."
-            )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)
         yield chunk_index, first, following.first_ordinal if following else first + records_per_chunk

@@ -6,7 +6,8 @@ writes the log at every commit and rarely syncs it: a commit survives kill -9 at
 called. Losing the last commits loses answers, never consistency.
 
 A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one takes its place
-(``damaged_cache``). Each row has a checksum, and a row that does not fit it is deleted, with a warning.
+(``damaged_cache``). Each row has a checksum, and a row that does not fit it is left out, with a warning, until its
+chunk is committed or the same request puts it again.
 """
 
 from __future__ import annotations
@@ -169,10 +170,6 @@ class RequestCache:
         self._attempt(action, lambda: None)
         self.unsynced = True
 
-    def _drop_damaged(self, rowids: list[int], what: str) -> None:
-        self._write(f"DELETE FROM request_cache WHERE rowid IN ({','.join('?' * len(rowids))})", tuple(rowids))
-        logger.warning(f"Saved answers {what} in {self.path} are damaged ({len(rowids)}). They are requested again.")
-
     # answers -----------------------------------------------------------------------------------------------------
 
     def put(self, group: Iterable[CachedRequest]) -> None:
@@ -209,18 +206,13 @@ class RequestCache:
     def answer_counts(self) -> dict[int, int]:
         """Returns how many answers each document has. A damaged row may add an ordinal below the highest.
 
-        The highest one is checked, because it shows whether the input has shrunk.
+        The highest one has an intact row, because it shows whether the input has shrunk.
         """
-        highest = f"SELECT rowid, {_COLUMNS} FROM request_cache ORDER BY ordinal DESC LIMIT 1"
-        last = None
-        while (rows := self._read(highest)) and not damaged_cache.is_intact(rows[0][1:]):
-            if rows[0][0] == last:
-                self._set_aside(damaged_cache.unusable(self.path, "a damaged row cannot be deleted"), self._connection)
-                continue
-            last = rows[0][0]
-            self._drop_damaged([last], "of a document")
-        found = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
-        return {ordinal: number for ordinal, number in found if isinstance(ordinal, int)}
+        rows = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
+        found = {ordinal: number for ordinal, number in rows if isinstance(ordinal, int)}
+        while found and not self.answers(highest := max(found)):
+            del found[highest]
+        return found
 
     def chunks(self) -> set[int]:
         """Returns the indices of the chunks that have answers."""
@@ -228,11 +220,13 @@ class RequestCache:
         return {index for (index,) in found if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
-        """Returns every answer of one document."""
-        rows = self._read(f"SELECT rowid, {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
-        if damaged := [row[0] for row in rows if not damaged_cache.is_intact(row[1:])]:
-            self._drop_damaged(damaged, f"of document {ordinal}")
-        found = [_request(row[1:]) for row in rows if row[0] not in damaged]
+        """Returns every answer of one document. Damaged rows are left out, with a warning."""
+        rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
+        found = [_request(row) for row in rows if damaged_cache.is_intact(row)]
+        if damaged := len(rows) - len(found):
+            logger.warning(
+                f"Saved answers of document {ordinal} in {self.path} are damaged ({damaged}). They are requested again."
+            )
         return {request.key: request.answer for request in found}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:

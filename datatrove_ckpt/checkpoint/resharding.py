@@ -25,7 +25,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.forks import FORKED, is_unstarted
+from datatrove_ckpt.checkpoint.forks import FORKED
 from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -121,12 +121,6 @@ def refuse_half_resharded(root: Path) -> None:
             f"`datatrove-ckpt reshard` was interrupted while it changed {root} from {plan.before} to {plan.tasks} "
             f"tasks. Run it again (--tasks {plan.tasks}): it carries out the rest. Nothing is lost."
         )
-
-
-def unstarted_ranks(root: Path) -> list[int]:
-    """The ranks of a fork that no process has worked on yet. Their ``run.json`` does not hold all settings."""
-    paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
-    return [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]
 
 
 class Staging:

@@ -57,11 +57,3 @@ class Mirror(Protocol):
         Args:
             completed: every document of the input is committed.
         """
-
-
-class NoMirror:
-    """Keeps no copy."""
-
-    def start(self, source: Source) -> None: ...
-
-    def stop(self, completed: bool) -> None: ...

@@ -18,11 +18,11 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
-from datatrove_ckpt.checkpoint.chunks import ChunkKey
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
-from datatrove_ckpt.process.timed_queue import get_within
+from datatrove_ckpt.process.shutdown import get_within
 
 # With more than this handed over and not written yet, admission waits: a slow disk slows the run and fills no memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
@@ -35,7 +35,7 @@ Call: TypeAlias = Callable[[], None]
 T = TypeVar("T")
 
 
-_Item: TypeAlias = tuple[int, ChunkKey, Finished] | tuple[int, None, CachedRequest] | Call | None
+_Item: TypeAlias = tuple[int, Chunk, Finished] | tuple[int, None, CachedRequest] | Call | None
 """What is queued: a finished document, with the bytes handed over so far and its chunk, or an answer. None ends the
 thread."""
 
@@ -75,7 +75,7 @@ class StorageThread:
         self._submitted_bytes += _ITEM_BYTES + len(result or b"") + len(error or "")
         self._queue.put((self._submitted_bytes, None, request))
 
-    def put_finished(self, chunk: ChunkKey, finished: Finished) -> None:
+    def put_finished(self, chunk: Chunk, finished: Finished) -> None:
         self._raise_failure()
         self._submitted_bytes += _ITEM_BYTES + len(finished.document)
         self._queue.put((self._submitted_bytes, chunk, finished))
@@ -128,7 +128,7 @@ class StorageThread:
 
     def _work(self) -> bool:
         answers: list[CachedRequest] = []
-        documents: dict[ChunkKey, list[Finished]] = defaultdict(list)
+        documents: dict[Chunk, list[Finished]] = defaultdict(list)
         submitted = self._written_bytes
         for item in self._take():
             if not isinstance(item, tuple):
@@ -159,7 +159,7 @@ class StorageThread:
         return items
 
     def _write(
-        self, answers: list[CachedRequest], documents: dict[ChunkKey, list[Finished]], submitted_bytes: int
+        self, answers: list[CachedRequest], documents: dict[Chunk, list[Finished]], submitted_bytes: int
     ) -> None:
         if answers or documents:
             self._files.write(answers, documents)

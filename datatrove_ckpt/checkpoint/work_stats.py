@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
+import orjson
+
 from datatrove_ckpt.checkpoint.journal import Took
-from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.lines import is_count
 
 
 @dataclass(slots=True)
@@ -119,15 +121,15 @@ class WorkStats:
         self.unsplit += other.unsplit
 
     @classmethod
-    def from_json(cls, content: Json) -> WorkStats:
+    def from_json(cls, text: str) -> WorkStats:
         """Raises AttributeError, KeyError, TypeError or ValueError if it is none."""
+        content = orjson.loads(text)
         failed, unsplit = content["failed_requests"], content.get("unsplit", 0)
         if not (is_count(failed) and is_count(unsplit)):
             raise ValueError("a number is missing or negative")
         sums = {name: Sums.from_json(content[name]) for name in _SUMS}
         return cls(**sums, failed_requests=failed, unsplit=unsplit)
 
-    def to_json(self) -> Json:
-        content: Json = {name: getattr(self, name).to_json() for name in _SUMS}
-        unsplit = {"unsplit": self.unsplit} if self.unsplit else {}
-        return content | {"failed_requests": self.failed_requests} | unsplit
+    def to_json(self) -> str:
+        content = {name: getattr(self, name).to_json() for name in _SUMS} | {"failed_requests": self.failed_requests}
+        return orjson.dumps(content | ({"unsplit": self.unsplit} if self.unsplit else {})).decode()

@@ -32,13 +32,12 @@ from datatrove_ckpt.maintenance.fork import (
     check_mirror,
     check_source,
     check_target,
-    is_made,
     put_in_place,
     real_place,
     upload,
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, folders_still_there, plan_relocation
+from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
@@ -91,14 +90,11 @@ def relocate(arguments: argparse.Namespace) -> int:
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
-    """Names `repair` only where it makes again what is lost. It refuses other files than those that are still there."""
     if any(problem.kind == "rank" for problem in plan.obstacles):
-        return "Copy these files and folders again, and relocate again."
-    if there := folders_still_there(plan.report):
-        return f"Copy these files again from {', '.join(there)}, and relocate again."
+        return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
     repair = repair_command(place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
-    return f"{again} What is lost can be made again: {repair}, then relocate, then run."
+    return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
 
 def _shown(problems: list[Problem], most: int) -> list[str]:
@@ -111,9 +107,9 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
     lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
-    if plan.not_started:
+    if report.not_started:
         lines.append(
-            f"{name_tasks(plan.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
+            f"{name_tasks(report.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
             "and relocate again before you run: what is not here is paid again."
         )
     if plan.is_done:
@@ -181,10 +177,6 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
         _check_new(new, new.identity.fields, run, place)
-    if not arguments.no_answers and is_made(new.folder, source):
-        say(f"{new.folder} is this fork already, and has not started. To make it anew, remove it first.")
-        say(_start_fork(new))
-        return 0
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
     with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
@@ -263,9 +255,9 @@ def _costs(
         yield f"answers: {_kept(run, found, new, arguments)}"
     dropped = totals.counts.read - answers.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
-    total, how = _documents(found, state)
+    total, how = _documents(state)
     if not totals.documents:
-        yield f"cost: not known {how} {plural(total, 'document')}, because none is finished in {what}"
+        yield f"cost: not known, because no document is finished in {what}"
         return
     old = run.settings.get(_ROLLOUTS)
     wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
@@ -299,15 +291,12 @@ _NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about another 
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 
 
-def _documents(found: Fork, state: RunState) -> tuple[int, str]:
+def _documents(state: RunState) -> tuple[int, str]:
     """How many documents the input has, and how well that is known."""
-    known = {rank.rank: rank.documents for rank in state.ranks if rank.state == "finished"} | found.documents
-    done, position = state.totals.documents, state.totals.position
-    if len(known) == len(state.ranks) and not state.totals.not_started:
-        return sum(known.values()), "for"
-    if not position.done or not position.total:
-        return done, "for at least"
-    return max(done, round(done * position.total / position.done)), "for about"
+    documents, share = state.totals.documents, state.totals.position.share
+    if state.is_finished:
+        return documents, "for"
+    return (round(documents / share), "for about") if share else (documents, "for at least")
 
 
 def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Namespace) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 import shutil
 import sys
 import time
@@ -59,6 +60,7 @@ def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
 
 # Reading takes at most a third of the time, however long it takes: a run on the same disk must not notice it.
 _REST = 2.0
+_ESCAPE = re.compile(r"(\x1b\[[0-9;]*m)")
 _BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
 
 
@@ -149,19 +151,11 @@ def _ordered(state: RunState) -> list[RankState]:
 
 def cut(line: str, width: int) -> str:
     """The line's first ``width`` characters; escape sequences have no width."""
-    if len(line) <= width:
-        return line
-    found, seen, escape = [], 0, False
-    for character in line:
-        if character == "\x1b":
-            escape = True
-        elif not escape:
-            seen += 1
-        if escape or seen <= width:
-            found.append(character)
-        if escape and character.isalpha():
-            escape = False
-    return "".join(found)
+    parts = _ESCAPE.split(line)  # every second one is a sequence
+    for index in range(0, len(parts), 2):
+        parts[index] = parts[index][:width]
+        width -= len(parts[index])
+    return "".join(parts)
 
 
 # text -----------------------------------------------------------------------------------------------------------------
@@ -322,7 +316,7 @@ def _share(state: RunState, style: Style) -> str:
         return "  no percentage: not every rank has begun since the input was dealt out anew, or its size is not known"
     if share is None:
         first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
-        return f"  no percentage{' yet' if first else ''}: the size of the input is not known"
+        return f"  no percentage{' yet' if first else ''}: it is not known how much of the input is done"
     bar = style.paint(style.bar(share), "32" if style.color else "")
     if state.is_finished:
         return f"  {bar} finished"

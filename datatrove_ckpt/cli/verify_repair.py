@@ -14,8 +14,8 @@ from dataclasses import asdict
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
-from datatrove_ckpt.checkpoint.dealt_out import retired_ranks
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import retired_ranks
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import say

@@ -172,7 +172,7 @@ class InferenceConfig:
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
         if not isinstance(self.accept_null_finish_reason, bool):
             raise ConfigError("accept_null_finish_reason: takes true or false.")
-        if self.accept_null_finish_reason and not self.may_lack_finish_reason:
+        if self.accept_null_finish_reason and self.engine.is_known:
             unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
@@ -189,17 +189,12 @@ class InferenceConfig:
             )
 
     def _check_numbers(self) -> None:
-        for name in _POSITIVE:
+        for name, rule in _MINIMA.items():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be > 0; it is {value!r}.")
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value not in (None, _AUTO.get(name)) and not value >= 1:
-                raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
-        for name in _AT_LEAST_ZERO:
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be >= 0; it is {getattr(self, name)!r}.")
+            if value in (None, "auto"):
+                continue
+            if not (value > 0 if rule == "> 0" else value >= int(rule[-1])):
+                raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed: {self.seed!r} is not a whole number.")
@@ -224,11 +219,6 @@ class InferenceConfig:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
         return [url.strip() for url in urls]
-
-    @property
-    def may_lack_finish_reason(self) -> bool:
-        """Servers of this type may give no finish_reason. All engines that we launch give one."""
-        return not self.engine.is_known
 
     @property
     def servers(self) -> int:
@@ -275,30 +265,28 @@ class InferenceConfig:
 
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
-_POSITIVE = (
-    "model_max_context",
-    "metric_interval",
-    "request_timeout",
-    "server_start_timeout_sec",
-    "server_ready_delay_sec",
-    "server_stop_timeout_sec",
-    "server_restart_window_sec",
-    "hang_timeout",
-    "server_patience_seconds",
-)
-_AT_LEAST_ONE = (
-    "tp",
-    "dp",
-    "pp",
-    "rollouts_per_document",
-    "max_concurrent_generations",
-    "max_concurrent_documents",
-    "server_ready_max_attempts",
-    "request_max_attempts",
-    "replicas",
-)
-_AUTO = {"max_concurrent_generations": "auto"}
-_AT_LEAST_ZERO = ("server_start_max_retries", "server_max_restarts")
+_MINIMA = {
+    "model_max_context": "> 0",
+    "metric_interval": "> 0",
+    "request_timeout": "> 0",
+    "server_start_timeout_sec": "> 0",
+    "server_ready_delay_sec": "> 0",
+    "server_stop_timeout_sec": "> 0",
+    "server_restart_window_sec": "> 0",
+    "hang_timeout": "> 0",
+    "server_patience_seconds": "> 0",
+    "tp": ">= 1",
+    "dp": ">= 1",
+    "pp": ">= 1",
+    "rollouts_per_document": ">= 1",
+    "max_concurrent_generations": ">= 1",
+    "max_concurrent_documents": ">= 1",
+    "server_ready_max_attempts": ">= 1",
+    "request_max_attempts": ">= 1",
+    "replicas": ">= 1",
+    "server_start_max_retries": ">= 0",
+    "server_max_restarts": ">= 0",
+}
 
 
 def _make_link_key() -> None:

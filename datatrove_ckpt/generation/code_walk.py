@@ -35,13 +35,10 @@ from datatrove_ckpt.generation.code_modules import (
     TEXT_FILES,
     Binding,
     Definition,
-    Function,
     Import,
     Module,
     Project,
     absolute,
-    bound_names,
-    dotted,
     fingerprint,
     is_importable,
 )
@@ -61,10 +58,6 @@ from datatrove_ckpt.generation.code_values import (
 )
 from datatrove_ckpt.generation.syntax import loaded_names, write_code
 
-_DESCRIBING = {
-    *("__doc__", "getdoc", "get_type_hints", "__annotations__", "get_annotations", "signature", "getsource"),
-    *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
-}
 _MAX_FILE = 2**20
 _PLAIN = (str, int, float, dict, list, set, tuple)
 _MISSING = object()
@@ -86,8 +79,9 @@ class Description(NamedTuple):
         own: those fields that describe what a pickle holds by value.
         counts: how many things of one name are among them.
         edges: what that uses of modules that can be imported.
-        state, documented: what it says about all the rest.
+        state: what is known to change while the rollout runs.
         left: what is not compared, and why.
+        names: of the script, which its functions read while they run.
     """
 
     fields: dict[str, object]
@@ -96,8 +90,9 @@ class Description(NamedTuple):
     counts: dict[str, int]
     edges: list[tuple[object, ...]]
     state: frozenset[tuple[str, ...]]
-    documented: bool
+    documented: bool  # read by version 3 alone
     left: list[str]
+    names: frozenset[str] = frozenset()
 
 
 class _Step(NamedTuple):
@@ -107,7 +102,6 @@ class _Step(NamedTuple):
     called: bool = False
     runs: bool = False
     changed: bool = False
-    in_place: bool = False
     writes: bool = False
 
 
@@ -130,16 +124,12 @@ class Walk:
     Args:
         project: what walks before this one have found, too.
         state: what is known to change while the rollout runs.
-        documented: docstrings and hints count.
         before: the fields that are known already, of what came by value.
     """
 
-    def __init__(
-        self, project: Project, state: frozenset[tuple[str, ...]], documented: bool, before: Description | None
-    ) -> None:
-        self._user, self._known_state, self.documented = project, state, documented
+    def __init__(self, project: Project, state: frozenset[tuple[str, ...]], before: Description | None) -> None:
+        self._user, self._known_state = project, state
         self.state: set[tuple[str, ...]] = set()
-        self.saw_describing = False
         self._before = before
         self._found: dict[object, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
@@ -149,6 +139,7 @@ class Walk:
         self._edges: dict[tuple[object, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
         self._changing: dict[type, LeftOut] = {}
+        self._names = before.names if before is not None else frozenset[str]()
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -156,20 +147,16 @@ class Walk:
         """Follows what a part of a module names."""
         uses = module.source.uses(node)
         decorators = [module.source.uses(one) for one in getattr(node, "decorator_list", [])]
-        self.saw_describing |= not _DESCRIBING.isdisjoint(uses.words)
         self._words |= dict.fromkeys((word, module.folder) for word in uses.texts)
         origin.writes |= uses.writes
         origin.files |= dict.fromkeys((name, module.folder) for name in uses.files)
         if runs:
             self._attributes |= uses.attributes
             self._running |= uses.words.difference(*(one.words for one in decorators))
-            self.state |= {(module.name, name, "rebound") for name in uses.rebound}
+            self.state |= {(module.name, name) for name in uses.rebound}
         built = {chain for one in decorators for chain in one.chains}
         for chain in uses.chains:
-            place = uses.changed.get(chain)
-            step = _Step(
-                chain.path, chain.called, runs and chain not in built, place is not None, bool(place), uses.writes
-            )
+            step = _Step(chain.path, chain.called, runs and chain not in built, chain in uses.changed, uses.writes)
             if chain.root in cells:  # a module that the enclosing function has imported
                 name = (
                     getattr(cells[chain.root], "__name__", "")
@@ -181,6 +168,7 @@ class Walk:
             elif chain.imported is not None:
                 self._import(origin, module, chain.root, chain.imported, step)
             else:
+                self._names |= {chain.root} if step.runs and module.name == "__main__" else set()
                 self._name(origin, module, chain.root, step)
         if uses.computes_import:
             self._user.left[f"the module that {origin.where} imports by a computed name"] = None
@@ -192,7 +180,7 @@ class Walk:
         self._inside.add(place)
         for bound in bindings:
             for test in bound.tests:
-                origin.texts.append(module.source.text(test, self.documented))
+                origin.texts.append(module.source.text(test))
                 self._use(origin, module, test, False, {})
             if bound.imported is not None:
                 self._import(origin, module, name, bound.imported, step)
@@ -262,7 +250,7 @@ class Walk:
             found = self._found[key_] = _Found(name, _where(module, name), module.travels)
         before = (found.label, len(found.paths), found.runs, found.no_files)
         if step.changed and step.runs:
-            self.state.add((module.name, name, "changed" if step.in_place or path else "rebound", *path))
+            self.state.add((module.name, name, *path))
         found.label, found.root = (label, True) if label is not None else (found.label, found.root)
         found.paths[path] = None
         found.runs |= step.runs
@@ -286,11 +274,8 @@ class Walk:
             if value is not _MISSING:
                 self._look_at_definition(found, module, name, value)
             return
-        rebound = (module.name, name, "rebound") in self._known_state
-        state = [one[3:] for one in self._known_state if one[:3] == (module.name, name, "changed")]
+        state = [one[2:] for one in self._known_state if one[:2] == (module.name, name)]
         paths = [one for one in _shortest(found.paths) if one not in state]
-        if rebound:
-            return
         plain, fields, is_state = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any](), () in state
         for path in paths if value is not _MISSING else ():
             part, rest = _follow(value, path)
@@ -318,23 +303,11 @@ class Walk:
 
     def _take(self, found: _Found, module: Module, bound: Binding, runs: bool) -> None:
         node = bound.statement
-        described = self.documented or self._is_described(module, node)
-        found.texts.append(module.source.text(node, described))
+        found.texts.append(module.source.text(node))
         for test in bound.tests:
-            found.texts.append(module.source.text(test, described))
+            found.texts.append(module.source.text(test))
             self._use(found, module, test, False, {})
         self._use(found, module, node, runs, {})
-
-    def _is_described(self, module: Module, node: ast.AST) -> bool:
-        """A library may read docstring and hints of what it decorates, or of a class that inherits from it."""
-        for one in [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]:
-            root, *path = dotted(one) or [""]
-            imports = [absolute(module, each.imported) for each in self._user.bindings(module, root) if each.imported]
-            ours = {*sys.stdlib_module_names, *PIPELINE}
-            foreign = [base for base in imports if base.partition(".")[0] not in ours]
-            if path[-1:] == ["register"] or any(self._user.module(base, not module.live) is None for base in foreign):
-                return True
-        return False
 
     def _look_at_definition(self, found: _Found, module: Module, name: str, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
@@ -387,13 +360,7 @@ class Walk:
         if any(isinstance(one.statement, ast.ClassDef) for one in self._user.bindings(module, top)):
             self._go(origin, module, top, _Step(runs=True))
             return True
-        nodes = [node for node, _ in module.source.classes(cls.__name__)]
-        if nodes and cls not in self._found:
-            found = self._found[cls] = _Found(cls.__name__, _where(module, cls.__qualname__), origin.own)
-            found.is_code = True
-            for node in nodes:
-                self._take(found, module, Binding(node, ()), runs=True)
-        return bool(nodes)
+        return False
 
     def _function(self, origin: _Found, function: types.FunctionType, label: str | None = None) -> None:
         module = self._user.space(function)
@@ -422,24 +389,22 @@ class Walk:
         changed = dict[str, set[Path]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
-            for name in sorted(loaded_names(function)):
+            names = loaded_names(function.__code__)
+            self._names |= names if module.name == "__main__" else set()
+            for name in sorted(names):
                 if name in module.values:
                     self._reach(found, module, name, _Step(runs=True))
         else:
-            is_documented = self.documented or self._is_described(module, node)
-            found.texts.append(module.source.text(node, is_documented))
+            found.texts.append(module.source.text(node))
             uses = module.source.uses(node)
-            if not is_documented:  # hints are a use before Python 3.14, and none since
-                named = {"__class__", *uses.rebound, *(chain.root for chain in uses.chains)}
-                closed = {name: value for name, value in closed.items() if name in named}
-            changed = {name: {()} for name in uses.rebound}
+            changed = {name: {*paths} for name, paths in uses.arguments.items()}
             for chain in uses.changed:
                 keys = itertools.takewhile(lambda one: one.startswith("["), chain.path)
                 changed.setdefault(chain.root, set()).add(tuple(keys))
             self._use(found, module, node, True, closed)
-        around = set(function.__qualname__.split(".")[:-1])
+        around = [self._user.causes_within(module, outer) for outer in function.__qualname__.split(".")[:-1]]
         for name, value in closed.items():
-            cause = self._cause_around(module, around, name)
+            cause = next((each[name] for each in around if name in each), "")
             self._add(found, f".{name}", value, changed.get(name, ()), cause, module.file)
 
     def _add(
@@ -529,26 +494,14 @@ class Walk:
             found = dict[str, set[Path] | None]()
             for _, _, name, *path in (one for one in self._known_state if not one[0] and one[1] in names):
                 found[name] = {*(found.get(name) or ()), tuple(path)}
-            for each in cls.__mro__ if self._user.owns(cls) else ():
-                found |= dict.fromkeys(self._user.unstable_attributes(each))
+            for each in filter(self._user.owns, cls.__mro__ if self._user.owns(cls) else ()):
+                module = self._user.module(each.__module__, late=False)
+                for name, cause in self._user.causes_within(module, each.__name__).items() if module else ():
+                    if name.startswith("."):
+                        found[name[1:]] = None
+                        self._user.left[f"{each.__qualname__}{name} ({cause})"] = None
             self._changing[cls] = found
         return self._changing[cls]
-
-    def _cause_around(self, module: Module, around: set[str], name: str) -> str:
-        """Why a variable of an enclosing function differs."""
-        outer = [one for pairs in module.source.definitions.values() for one, _ in pairs]
-        for node in (one for one in outer if isinstance(one, Function) and getattr(one, "name", "") in around):
-            kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
-            parts: list[ast.AST] = [
-                one for one in ast.walk(node) if isinstance(one, kinds) and name in bound_names(one)[0]
-            ]
-            given = (
-                [node.args] if any(one.arg == name for one in ast.walk(node.args) if isinstance(one, ast.arg)) else []
-            )
-            for cause in (self._user.cause_in(module, one, frozenset()) for one in [*parts, *given]):
-                if cause:
-                    return cause
-        return ""
 
     # the end ---------------------------------------------------------------------------------------------------------
 
@@ -594,7 +547,7 @@ class Walk:
                     fields[f"{USED}file {name}"] = f"text {digest(path)}"
                     own |= {f"{USED}file {name}": fields[f"{USED}file {name}"]} if found.own else {}
         state = frozenset(self.state | self._known_state)
-        return Description(fields, notes, own, own_counts, [*self._edges], state, self.documented, [*self._user.left])
+        return Description(fields, notes, own, own_counts, [*self._edges], state, True, [*self._user.left], self._names)
 
     def _text_file(self, name: str, folder: str) -> str | None:
         """The content of a file of the project."""
@@ -625,17 +578,16 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 def _describe(things: Mapping[str, object], before: Description | None) -> Description:
     project, changed = Project(), arguments_changed(things.get("rollout_fn"))
-    state, documented = (before.state, before.documented) if before is not None else (_NOTHING, False)
+    state: frozenset[tuple[str, ...]] = before.state if before is not None else frozenset()
     while True:
-        walk = Walk(project, state, documented, before)
+        walk = Walk(project, state, before)
         if before is None:
             for label, thing in things.items():
                 walk.root(label, thing, changed)
         walk.run(before.edges if before is not None else ())
-        grown = (state | walk.state, documented or walk.saw_describing)
-        if grown == (state, documented):
+        if walk.state <= state:
             return walk.result()
-        state, documented = grown
+        state |= walk.state
 
 
 def arguments_changed(function: object) -> dict[str, set[Path]]:
@@ -689,6 +641,3 @@ def _order_of_set(module: Module, statements: list[Binding], value: object) -> s
 
 def _where(module: Module, name: str) -> str:
     return name if module.name in (*MAIN, "builtins", "None") else f"{module.name}.{name}"
-
-
-_NOTHING: frozenset[tuple[str, ...]] = frozenset()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from datatrove_ckpt.errors import UnexpectedExit
 from datatrove_ckpt.formatting import safe_repr
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)

@@ -1,6 +1,6 @@
 """Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a resume.
 
-It has the methods of ``CheckpointManager`` and ``OpenCheckpoint``, so nobody else has to know whether there is one.
+It has the methods of ``OpenCheckpoint``, so that who uses a checkpoint need not know whether there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
@@ -34,22 +34,6 @@ _DRAIN_SECONDS = 1.0
 
 
 class NullCheckpoint:
-    """Not open yet: settings only."""
-
-    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
-        self._writer = writer
-        self._rank = rank
-        self._records_per_chunk = records_per_chunk
-        self._shutdown = shutdown
-
-    def open(self) -> OpenNullCheckpoint:
-        """Starts the thread that writes."""
-        checkpoint = OpenNullCheckpoint(self._writer, self._rank, self._records_per_chunk, self._shutdown)
-        checkpoint.start()
-        return checkpoint
-
-
-class OpenNullCheckpoint:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
     def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
@@ -79,10 +63,7 @@ class OpenNullCheckpoint:
         self._handed_over = 0
         self._written = 0
         self._queue: queue.SimpleQueue[tuple[ChunkSlot, Finished] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True).start()
 
     def close(self, completed: bool = False) -> None:
         if self._closed:
@@ -109,7 +90,8 @@ class OpenNullCheckpoint:
         progress.seconds, progress.documents = self.seconds, replace(self.counts)
 
     def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
-        slot = ChunkSlot(self._admitted, self._admitted // self._records_per_chunk, cached=False)
+        chunk = Chunk(self._admitted // self._records_per_chunk, 0)
+        slot = ChunkSlot(self._admitted, chunk, cached=False)
         self._admitted += 1
         return slot
 
@@ -174,7 +156,7 @@ class OpenNullCheckpoint:
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk_index))
+            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk.index))
         except CkptError:
             raise
         except Exception as error:
@@ -194,5 +176,5 @@ class OpenNullCheckpoint:
         files.get_open_files().clear()
 
 
-Checkpoint: TypeAlias = OpenCheckpoint | OpenNullCheckpoint
+Checkpoint: TypeAlias = OpenCheckpoint | NullCheckpoint
 """One rank's checkpoint, open."""

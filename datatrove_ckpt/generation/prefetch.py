@@ -31,8 +31,7 @@ from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
@@ -112,8 +111,7 @@ class DocumentSource:
         self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
         self._in_order = True
-        self._saved: Position | None = None
-        self._first_disordered: tuple[int, int] | None = None
+        self._saved: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._buffer: list[SourceDocument] = []
         self._bytes = 0
@@ -297,46 +295,33 @@ class DocumentSource:
         position = position_of(source.document)
         last, self._last_position = self._last_position, position
         previous, self._previous = self._previous, source
-        if last is None and previous is None:
+        if previous is None:
             return
-        if not self._in_order:
-            if self._first_disordered is not None:
-                self._note_disorder(position)
+        if self._in_order and position is not None and last is not None and last < position:
+            previous.resumable = True
             return
-        if position is not None and last is not None and last < position:
-            if previous is not None:
-                previous.resumable = True
-            return
-        self._in_order = False
-        if last is not None or position is not None:
-            self._note_disorder(position)
-
-    def _note_disorder(self, position: Position | None) -> None:
-        """A document came too late, twice, or without a position: a resume may use no position from here on."""
         with self._lock:
-            if self._first_disordered is None:
-                logger.info(
-                    "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
-                    "resume will count documents from the start instead of seeking."
-                )
-            # The first two numbers of a position say when it was read. (-1, -1) is before every position.
-            here = position[:2] if position is not None else (-1, -1)
-            self._first_disordered = min(self._first_disordered or here, here)
-            if self._saved is not None and self._saved[:2] >= self._first_disordered:
-                raise ConfigError(
-                    "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
-                    "position that was saved is wrong, and a resume from it would lose documents. Use datatrove's own "
-                    "reader, which counts documents instead, and start with another checkpoints_local_dir."
-                )
+            was_in_order, self._in_order = self._in_order, False
+        if was_in_order and (last is not None or position is not None):
+            logger.info(
+                "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
+                "resume will count documents from the start instead of seeking."
+            )
+        # The first two numbers of a position say when it was read. A document without one may have come at any time.
+        if self._saved is not None and (position is None or position[:2] <= self._saved):
+            raise ConfigError(
+                "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
+                "position that was saved is wrong, and a resume from it would lose documents. Use datatrove's own "
+                "reader, which counts documents instead, and start with another checkpoints_local_dir."
+            )
 
     def save(self, document: Document, stats: State | None = None) -> State | None:
         """The state to save after a resumable document. Called on the storage thread."""
         position = position_of(document)
         with self._lock:
-            disordered = self._first_disordered
-            if position is None or not self._may_seek or (disordered is not None and position[:2] >= disordered):
+            if position is None or not (self._may_seek and self._in_order):
                 return None
-            self._saved = position
+            self._saved = max(self._saved or position[:2], position[:2])  # chunks are committed in any order
         state = position_state(document)
         return state if state is None or stats is None else state | {STATS: stats}
 

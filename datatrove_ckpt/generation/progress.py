@@ -38,7 +38,7 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.screen import WAITING, LogLines, RankProgress, Report, RunProgress, Screen, reporter
+from datatrove_ckpt.process.screen import WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
 from datatrove_ckpt.redaction import redact
@@ -246,12 +246,11 @@ async def _screen(interval: float) -> AsyncIterator[Report]:
         with Screen(RunProgress(), interval) as screen:
             yield screen.update
         return
-    lines = LogLines(RunProgress(), interval, logger.debug)  # the terminal shows INFO and above, the file everything
+    lines = Screen(RunProgress(), interval, log=logger.debug)  # the terminal shows INFO and above, the file everything
 
     def report(rank: int, progress: RankProgress) -> None:
         shown(rank, progress)
-        lines.progress.update(rank, progress)
-        lines.tick()
+        lines.update(rank, progress)
 
     yield report
 

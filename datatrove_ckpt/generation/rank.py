@@ -6,7 +6,7 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent, watch_managers
+from datatrove_ckpt.process.parent_watch import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
@@ -63,7 +63,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         preemption.check_time_limit()
         check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
         die_with_parent()
-        watch_managers()
+        note_managers()
         nodes = Nodes.from_environment()
         prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
         with one_rank(preemption.shutdown), gc_tuned():
@@ -89,8 +89,8 @@ class _Run:
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
             shutdown = self.preemption.shutdown
-            unopened = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, shutdown)
-            self._process(self.data, rank, unopened, None)
+            without = partial(NullCheckpoint, step.output_writer, rank, step.records_per_chunk, shutdown)
+            self._process(self.data, rank, without, None)
         elif not step.retry_dead_letters:
             with naming_mirror(step):
                 restore_from_mirror(step, rank, self.preemption)
@@ -117,12 +117,12 @@ class _Run:
         self,
         data: Iterable[Document],
         rank: int,
-        unopened: CheckpointManager | NullCheckpoint,
+        open_checkpoint: Callable[[], Checkpoint],
         output: ChunkOutput | None,
     ) -> None:
         step, preemption = self.step, self.preemption
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
-        checkpoint = unopened.open()
+        checkpoint = open_checkpoint()
         shutdown, completed = preemption.shutdown, False
         progress = RankReporter(rank, checkpoint, shutdown, step.config.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
@@ -159,7 +159,7 @@ class _Run:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
 
-    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[CheckpointManager, ChunkOutput]:
+    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[Callable[[], Checkpoint], ChunkOutput]:
         step, preemption = self.step, self.preemption
         folder, identity = rank_folder(root, rank), step.identity(self.world_size)
         output = ChunkOutput(step.output_writer, rank, folder, step.checkpoints_root, prefix, step.hub_pace)
@@ -181,7 +181,7 @@ class _Run:
             before_first=(lambda: None) if step.checkpoints_remote_dir else refuse,
             shutdown=preemption.shutdown,
         )
-        return manager, output
+        return manager.open, output
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames

@@ -15,6 +15,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from datatrove.data import Document
@@ -33,9 +34,8 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.output.documents import encode_finished, is_plain
-from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.forks import end_fork
-from datatrove_ckpt.process.shutdown import Shutdown, StopState, wait_until_cancelled
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
@@ -47,35 +47,25 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 _LOOK_AGAIN_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Runs the rollout function on one rank's documents. Must be made on the event loop that runs it."""
 
-    def __init__(
-        self,
-        rollout_fn: Rollout,
-        config: InferenceConfig,
-        checkpoint: Checkpoint,
-        connect: Connect,
-        observer: RankReporter,
-        metadata_key: str,
-        failures: Failures,
-        shutdown: Shutdown,
-        check_document: Callable[[Document, int], None],
-        check_writable: Callable[[bytes, str], None] | None = None,
-    ) -> None:
-        self.rollout_fn = rollout_fn
-        self.config = config
-        self.checkpoint = checkpoint
-        self.observer = observer
-        self._connect = connect
-        self._metadata_key = metadata_key
-        self._failures = failures
-        self.shutdown = shutdown
-        self._check_document = check_document
-        self._check_writable = check_writable
+    rollout_fn: Rollout
+    config: InferenceConfig
+    checkpoint: Checkpoint
+    connect: Connect
+    observer: RankReporter
+    metadata_key: str
+    failures: Failures
+    shutdown: Shutdown
+    check_document: Callable[[Document, int], None]
+    check_writable: Callable[[bytes, str], None] | None = None
+
+    def __post_init__(self) -> None:
         self.drain = Drain()
-        self._rollouts = range(config.rollouts_per_document)
-        self._document_limit = DocumentLimit(config)
+        self._rollouts = range(self.config.rollouts_per_document)
+        self._document_limit = DocumentLimit(self.config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -135,7 +125,7 @@ class Scheduler:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire()
-                if self.shutdown.state is not StopState.RUNNING:  # the awaits above may not have yielded
+                if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self.drain.document_started()
                 self._idle.clear()
@@ -146,7 +136,7 @@ class Scheduler:
     async def _serve(self) -> None:
         # Not before there is a document to process: a finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
-        async with self._connect() as (client, watch):
+        async with self.connect() as (client, watch):
             self.observer.serving(client)
             self._document_limit.follow(client.router)
             self.client.set_result(client)
@@ -202,7 +192,7 @@ class Scheduler:
         document = source.document
         answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        if (letter := self._failures.taken_letter(source, slot)) is not None:
+        if (letter := self.failures.taken_letter(source, slot)) is not None:
             return self._finished(source, slot, "dead", letter, requests)
         try:
             if len(requests) == 1:
@@ -211,19 +201,19 @@ class Scheduler:
                 results = await self._run_rollouts(document, requests)
             self._raise_if_stopping()
             kept = [result for result in results if result is not None]
-            document.metadata[self._metadata_key] = kept
+            document.metadata[self.metadata_key] = kept
             if kept:
-                self._check_document(document, slot.chunk_index)
-            data = encode_finished(document, self._metadata_key) if kept else b"null"
-            if self._check_writable is not None and not is_plain(data):
-                await asyncio.to_thread(self._check_writable, data, source.id)
+                self.check_document(document, slot.chunk.index)
+            data = encode_finished(document, self.metadata_key) if kept else b"null"
+            if self.check_writable is not None and not is_plain(data):
+                await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()
             note_sent([request.last_payload for request in requests])
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             hashes = [request.last_hash for request in requests]
-            letter = self._failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
+            letter = self.failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
             return self._finished(source, slot, "dead", letter, requests)
         return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
 

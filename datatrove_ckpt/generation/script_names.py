@@ -23,10 +23,11 @@ wherever it sits: attributes of classes and objects, default arguments, closures
 from __future__ import annotations
 
 import functools
+import io
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,6 @@ from loguru import logger
 
 from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
-from datatrove_ckpt.generation.syntax import loaded_names
 from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
 _collecting = threading.local()
@@ -55,8 +55,8 @@ class ScriptNames(NamedTuple):
     left: dict[str, str]
 
 
-def collect(*things: object) -> ScriptNames | None:
-    """The names of the script that these functions and objects use, by themselves or through each other.
+def collect(used: Iterable[str]) -> ScriptNames | None:
+    """What stands in the script under the names that functions use.
 
     None if no name is used, or if a value is being looked at that holds the step itself.
     """
@@ -64,22 +64,12 @@ def collect(*things: object) -> ScriptNames | None:
     if not carries():
         return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    waiting, seen = list(things), dict[int, object]()
     with nothing_carried():
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) in seen:
-                continue
-            seen[id(thing)] = thing  # kept, so that no other object gets its id
-            waiting += _parts(thing)
-            for name in _names(thing, main):
-                if name not in found.values and name not in found.left:
-                    value = vars(main)[name]
-                    if reason := _stays(name, value):
-                        found.left[name] = reason
-                    else:
-                        found.values[name] = value
-                        waiting.append(value)
+        for name in sorted(name for name in used if name in vars(main) and not name.startswith("__")):
+            if reason := _stays(name, value := vars(main)[name]):
+                found.left[name] = reason
+            else:
+                found.values[name] = value
     return found if found.values or found.left else None
 
 
@@ -152,38 +142,6 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[Any]:
-    """The functions and classes of the script that belong to an object."""
-    if isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, types.MethodType):
-        yield from (thing.__self__, thing.__func__)
-    elif isinstance(thing, types.FunctionType):
-        yield from (value for _, value in cells(thing))
-        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        yield getattr(thing, "__wrapped__", None)
-    elif isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple):
-        yield from thing
-    elif isinstance(thing, type):
-        if thing.__module__ == "__main__":
-            yield from thing.__bases__
-            for value in vars(thing).values():
-                yield from (value.fget, value.fset) if isinstance(value, property) else (value,)
-    elif isinstance(thing, staticmethod | classmethod):
-        yield thing.__func__
-    elif type(thing).__module__ == "__main__":
-        yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
-
-
-def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
-    if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
-        for name in sorted(loaded_names(thing)):
-            if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
-                yield name
-
-
 def _stays(name: str, value: object) -> str:
     """Why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
@@ -200,23 +158,6 @@ def _stays(name: str, value: object) -> str:
 # secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
-class _Sink:
-    """The file of a pickle that nobody keeps. Notes which of some texts pass through."""
-
-    def __init__(self, texts: Mapping[bytes, str]) -> None:
-        self._texts = texts
-        self._tail = b""
-        self._longest = max(map(len, texts), default=0)
-        self.found: dict[str, None] = {}
-
-    def write(self, data: bytes) -> None:
-        if not self._longest:
-            return
-        data = self._tail + bytes(data)
-        self.found |= {name: None for text, name in self._texts.items() if text in data}
-        self._tail = data[-self._longest :]
-
-
 def secrets_in(name: str, value: object) -> list[str]:
     """The places of secrets in what a pickle of this value holds by value, as words for a message.
 
@@ -228,14 +169,14 @@ def secrets_in(name: str, value: object) -> list[str]:
     import dill  # type: ignore[import-untyped]
 
     look = _Look(name)
-    sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
-    pickler = dill.Pickler(sink)
+    pickled = io.BytesIO()
+    pickler = dill.Pickler(pickled)
     pickler.persistent_id = look  # called with each object that is written
     pickler.dump(value)
-    places = dict.fromkeys(look.places())
-    if not places:
-        places = {f"the value of the environment variable {variable}": None for variable in sink.found}
-    return list(places)
+    variables = environment_secrets(is_surely_secret).items()
+    data = pickled.getvalue()
+    found = [variable for variable, value in variables if value.encode() in data]
+    return [*dict.fromkeys(look.places())] or [f"the value of the environment variable {one}" for one in found]
 
 
 class _Look:

@@ -29,7 +29,7 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
-from datatrove_ckpt.process.drain_settings import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import Rollout, for_config
@@ -155,8 +155,8 @@ class Step(PipelineStep):
         state = {**self.__dict__, "_code_when_made": self.code()}
         if not script_names.carries():
             return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (names := script_names.collect(self.rollout_fn, self.shared_context, adapter)) is not None:
+        made = self.code().made
+        if (names := script_names.collect(made.names if made is not None else ())) is not None:
             state["_script_names"] = names
         _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
         return state

@@ -29,12 +29,12 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.dealt_out import ranks_with_documents, refuse_unfitting
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -50,7 +50,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded, unstarted_ranks
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
@@ -78,8 +77,6 @@ class Fork:
     """What was kept. ``positions``: number of documents by which another input is noticed."""
 
     ranks: int = 0
-    documents: dict[int, int] = field(default_factory=dict)
-    """How many documents the input of a rank has, where that is known."""
     positions: int = 0
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     unusable: Counter[str] = field(default_factory=Counter)
@@ -177,20 +174,9 @@ def check_target(source: Path, target: Path) -> None:
     if one == two or one.is_relative_to(two) or two.is_relative_to(one):
         raise ConfigError(f"{target}: is, or holds, or is inside {source}. Fork into a folder of its own.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already, and a fork starts in a new folder. Choose another one.")
-
-
-def is_made(target: Path, said: str) -> bool:
-    """Whether ``target`` is a fork of the run ``said``, and nobody has worked on it: the same command was killed late.
-
-    Raises:
-        CheckpointCorrupt: a ``run.json`` in it is damaged.
-    """
-    ranks = rank_numbers(target) if target.is_dir() else []
-    if not ranks or unstarted_ranks(target) != ranks:
-        return False
-    forked = Forked.of(read_run(rank_folder(target, ranks[0]) / RUN))
-    return forked is not None and forked.source == said
+        raise ConfigError(
+            f"{target}: exists already, and a fork starts in a new folder. Choose another one, or start the run there."
+        )
 
 
 def check_source(source: Path) -> None:
@@ -199,9 +185,10 @@ def check_source(source: Path) -> None:
         CheckpointMismatch: ``reshard`` was interrupted there, or its ``shares.json`` and a rank do not fit each other.
         ConfigError: it has ranks that no task reads any more.
     """
-    refuse_half_resharded(source)
-    refuse_unfitting(source)
-    if retired := ranks_with_documents(source):
+    job = JobLedger.read(source)
+    job.check(job.newer(), job.older())
+    retired = [rank for rank, share in job.shares.retired.items() if share or rank_folder(source, rank).exists()]
+    if retired:  # no task reads their documents again
         raise ConfigError(
             f"{source}: reshard has left {name_tasks(sorted(retired))} with documents that no task would read again, "
             "so the new run would lack them. Deal the other run out to as many tasks as it had before (datatrove-ckpt "
@@ -214,8 +201,6 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
     fingerprints = {**before.fingerprints, **_fingerprints(rank)}
     documents = rank.expected.documents if rank.expected is not None else None
     documents = before.documents if documents is None else documents
-    if documents is not None:
-        fork.documents[rank.number] = documents
     forked = Forked(said, documents, fingerprints)
     files.disk.make_dir(folder)
     with _caches_of(rank):

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.dealt_out import refuse_lost_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
@@ -31,6 +30,7 @@ from datatrove_ckpt.checkpoint.history_log import (
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -43,7 +43,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 from datatrove_ckpt.formatting import duration, plural
@@ -77,7 +76,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     began = time.monotonic()
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
-    limits = Limits(_share(_JOURNAL_BYTES, len(found)), _share(_LETTER_BYTES, len(found)))
+    limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
     tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
     try:
         for rank in _read_all(tasks):
@@ -88,7 +87,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     run = _first_run(state.ranks)
     state.identity = {"format": run["format"], **settings_in(run)} if run else {}
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
-    _sort_out(state, place.folder)
+    job = _sort_out(state, place)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -96,10 +95,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.is_unstarted = is_unstarted(run) and not state.totals.attempts
     state.is_half_resharded = (place.folder / layout.RESHARD_PLAN).exists()
     try:
-        refuse_half_resharded(place.folder)
-        refuse_lost_shares(place.folder, [one.rank for one in sorted(state.ranks, key=lambda one: one.reshards)[-1:]])
-        if not place.is_copy:  # a mirror may get these from another node
-            refuse_lost_ranks(place.folder)
+        job.check(job.newer(), *([] if place.is_copy else [job.lost()]))  # a mirror may get these from another node
     except CheckpointError as error:
         state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
@@ -143,41 +139,27 @@ def _read_all(tasks: list[_Task]) -> list[RankState]:
 
 
 def _read_some(tasks: list[_Task]) -> list[RankState]:
-    return [_read_one(*task) for task in tasks]
-
-
-def _read_one(root: str, number: int, folder: Path, limits: Limits, now: float, copied_at: float | None) -> RankState:
     """
     Raises:
         PermissionError: a file may not be read.
     """
-    ledger = read_rank(root, number, folder, _WANTED, limits)
-    check_readable(ledger)
-    return rank_state(ledger, now, copied_at)
+    found = []
+    for root, number, folder, limits, now, copied_at in tasks:
+        ledger = read_rank(root, number, folder, _WANTED, limits)
+        check_readable(ledger)
+        found.append(rank_state(ledger, now, copied_at))
+    return found
 
 
-def _share(budget: int, ranks: int) -> int:
-    return min(_MOST_BYTES, budget // ranks)
-
-
-def _sort_out(state: RunState, folder: Path) -> None:
+def _sort_out(state: RunState, place: Place) -> JobLedger:
     """Which ranks are missing, and which do not belong to the run."""
-    if not state.tasks:
-        return
-    retired: set[int] = set()
-    with suppress(CheckpointError):  # ``refusal`` has it
-        retired = retired_ranks(folder)
-    for rank in state.ranks:
-        if rank.rank in retired:  # the rest of its input is in the shares of others
-            rank.position = rank.position._replace(total=rank.position.done)
-    state.foreign = [rank.rank for rank in state.ranks if rank.rank >= state.tasks and rank.rank not in retired]
+    job = JobLedger.read(place.folder, state.tasks, {rank.rank: rank.reshards for rank in state.ranks})
+    state.missing, state.gone, state.foreign = job.missing, job.removed, job.foreign
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
-    there = {rank.rank for rank in state.ranks}
-    state.missing = [number for number in range(state.tasks) if number not in there]
-    if state.missing:
-        with suppress(OSError):
-            begun = {path.name for path in layout.last_chunk_file(folder, 0).parent.iterdir()}
-            state.gone = [one for one in state.missing if layout.last_chunk_file(folder, one).name in begun]
+    for rank in state.ranks:
+        if rank.rank in job.shares.retired:  # the rest of its input is in the shares of others
+            rank.position = rank.position._replace(total=rank.position.done)
+    return job
 
 
 def _copied_at(place: Place, root: str, number: int) -> float | None:
@@ -332,7 +314,6 @@ MAX_RESTARTS = 5
 """A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
-_SHORT_SECONDS = 5.0
 _HOST = socket.gethostname()
 
 
@@ -357,7 +338,9 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank.attempts, rank.number_of_attempts = recent.attempts, ledger.attempts
     rank.seconds, rank.dead_letters = sums.seconds, ledger.causes
     if (last := recent.last) is not None:
-        rank.position, rank.work, rank.seconds = last.position, last.total, max(rank.seconds, last.seconds.total)
+        if last.documents.read or not rank.documents:  # else more is done than that line knows
+            rank.position = last.position
+        rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
     rank.reshards = ledger.run.get(RESHARDS, 0)
     if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
         rank.position = InputPosition()  # of the share before
@@ -413,7 +396,7 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {_process(rank)}"
         return
     rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
-    rank.rates = recent.rates() if len(recent.window) > 1 else _first_rates(rank, last, now)
+    rank.rates = recent.rates()
     if rank.position.total is not None and rank.rates.input > 0:
         rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
     rank.has_rate = len(recent.window) > 1 and recent.window[-1].at - recent.window[0].at >= RATE_SECONDS - 1
@@ -457,18 +440,6 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> N
         death = next((event for event in reversed(recent.servers) if event.what == "death" and event.why), None)
         why = f"; one died of: {death.why}" if death is not None else ""
         rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
-
-
-def _first_rates(rank: RankState, last: Progress, now: float) -> Rates:
-    """In the first minute of an attempt: of the documents that were finished since its first line."""
-    seconds = now - last.at
-    if seconds < _SHORT_SECONDS or not rank.exact or rank.is_copy:
-        return Rates()
-    names = ("requests", "prompt_tokens", "completion_tokens")
-    then = last.documents
-    done = {name: getattr(rank.counts, name) + getattr(rank.unfinished, name) - getattr(then, name) for name in names}
-    rates = {name: max(0, number) / seconds for name, number in done.items()}
-    return Rates(documents=max(0, rank.documents - then.read) / seconds, **rates)
 
 
 def _stuck(recent: RecentHistory, now: float) -> str:

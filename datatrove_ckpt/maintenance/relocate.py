@@ -17,42 +17,29 @@ command goes on. One lock at a time, because there may be more ranks than a proc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, RunClaim, read_run, records
-from datatrove_ckpt.checkpoint.layout import (
-    JOB,
-    LOCK,
-    RUN,
-    is_finished,
-    last_chunk_file,
-    rank_folder,
-    rank_numbers,
-    retry_folders,
-)
+from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN, is_finished
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.lines import Json, seal
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import stamped
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
-from datatrove_ckpt.maintenance.repair import recorded_folders
-from datatrove_ckpt.maintenance.verify import Problem, Report
-from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.repair import replace_commits
+from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
 from datatrove_ckpt.output.hub import HubFile
-from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.names import plain
 
 FOLDER = "output_folder"
 """The field of the identity that names it."""
-_OBSTACLES = frozenset({"missing", "truncated", "grown", "altered", "documents", "output", "commits", "corrupt"})
+_OBSTACLES = REDO_KINDS | {"documents", "output", "commits", "corrupt", "rank"}
 """The kinds of problems with which nothing is changed. All others are as they were before the copy."""
 
 
@@ -66,7 +53,6 @@ class Relocation:
         ranks: those that name another one than the new one.
         obstacles: problems because of which nothing may be changed.
         others: problems that have nothing to do with the place.
-        not_started: ranks that have no folder, and of which nothing shows that they ever had one.
         job: the content of ``job.json`` if it must be changed.
         bytes: size of all committed files.
     """
@@ -77,7 +63,6 @@ class Relocation:
     ranks: list[RankLedger] = field(default_factory=list)
     obstacles: list[Problem] = field(default_factory=list)
     others: list[Problem] = field(default_factory=list)
-    not_started: list[int] = field(default_factory=list)
     job: Json | None = None
 
     @property
@@ -97,21 +82,13 @@ def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
         is_mirror: the report is about a mirror, which may lack ranks that were finished before there was one.
 
     Raises:
-        CheckpointCorrupt: ``job.json`` is damaged, or a file of ``reshard``.
-        CheckpointMismatch: it was copied while ``reshard`` was half done, or without what ``reshard`` made.
+        CheckpointCorrupt: ``job.json`` is damaged.
     """
-    check_not_halfway(report.checkpoints)
     where = str(report.folder.resolve_paths(""))
     plan = Relocation(report, where, [])
     for problem in report.problems:
-        (plan.obstacles if problem.kind in _OBSTACLES else plan.others).append(problem)
-    lost, plan.not_started = missing_ranks(report)
-    said = {problem.rank for problem in lost} | {*plan.not_started}
-    plan.others = [problem for problem in plan.others if problem.kind != "rank" or problem.rank not in said]
-    if is_mirror:
-        plan.others += lost
-    else:
-        plan.obstacles += [*lost, *ranks_of_another_number(report)]
+        may_lack = is_mirror and problem.kind == "rank" and problem.rank is not None
+        (plan.obstacles if problem.kind in _OBSTACLES and not may_lack else plan.others).append(problem)
     damaged = {(problem.root, problem.rank) for problem in plan.obstacles}
     named: dict[str, None] = {}
     for rank in report.ranks:
@@ -127,18 +104,6 @@ def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
         plan.job = content
     plan.old = list(named)
     return plan
-
-
-def folders_still_there(report: Report) -> list[str]:
-    """The other output folders that the ranks name and that exist: `repair` refuses the files of this one then."""
-    found = []
-    for recorded in sorted(recorded_folders(report)):
-        try:
-            is_there = stands_elsewhere(recorded, report.folder)
-        except (ImportError, ValueError):  # no package here reads that URL, so nothing shows that it is gone
-            is_there = True
-        found += [recorded] if is_there else []
-    return found
 
 
 def carry_out(plan: Relocation) -> None:
@@ -189,15 +154,14 @@ def _check_unchanged(rank: RankLedger) -> None:
 
 def _move(rank: RankLedger, where: str, listed: dict[str, HubFile]) -> None:
     commits = read_commits(rank.commits_file)
-    hashed = {index: _with_hashes(commit, listed) for index, commit in commits.items()}
+    hashed = {
+        index: replace(commit, files=[_with_hash(file, listed.get(plain(file.path))) for file in commit.files])
+        for index, commit in commits.items()
+    }
     if hashed != commits:
-        files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in hashed.values()))
+        replace_commits(rank, hashed.values())
     claim = RunClaim(rank.folder, RunIdentity({**rank.settings, FOLDER: where}), accept_changes=True)
     claim.take(len(commits), attempts=0)
-
-
-def _with_hashes(commit: Commit, listed: dict[str, HubFile]) -> Commit:
-    return replace(commit, files=[_with_hash(file, listed.get(plain(file.path))) for file in commit.files])
 
 
 def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
@@ -211,96 +175,3 @@ def _move_job(path: Path, content: Json, where: str) -> None:
     accepted = [*content.get("accepted_changes", []), *records([change])]
     moved = stamped({**content, FOLDER: where, "accepted_changes": accepted})
     files.disk.replace(path, sealed_json(moved))
-
-
-# copied parts ---------------------------------------------------------------------------------------------------------
-
-# Whether a copy of a checkpoint has all its parts: what the parts that are there tell of those that are not.
-#
-# A task that has not started has no folder, so a folder that is missing need not be lost. What shows that there was
-# one: the file that names its last chunk, a retry of its dead letters, or output files of it. A task that was stopped
-# before its first commit leaves none of these; it is named, and the user knows.
-
-
-def check_not_halfway(checkpoints: Path) -> None:
-    """Refuses a copy that was made while ``reshard`` was interrupted, or that lacks what it has dealt out.
-
-    Raises:
-        CheckpointMismatch: it says which, and what to do.
-        CheckpointCorrupt: a file of ``reshard`` cannot be read.
-    """
-    try:
-        refuse_half_resharded(checkpoints)
-    except CheckpointMismatch as error:
-        raise CheckpointMismatch(
-            f"{error} Do that at the old place, then copy it again, and relocate again. Nothing was changed."
-        ) from None
-    refuse_lost_shares(checkpoints)
-
-
-def missing_ranks(report: Report) -> tuple[list[Problem], list[int]]:
-    """Ranks that have no folder: a problem for each one that had one, and the others. And those from older copies."""
-    runs = _runs(report)
-    tasks = max((run.get("tasks") or 0 for run in runs.values()), default=0)
-    found, unknown = list[Problem](), list[int]()
-    traces = dict(_traces(report, [number for number in range(tasks) if number not in runs]))
-    there = {rank.number for rank in report.ranks if not rank.root}
-    for number in range(tasks):
-        folder = rank_folder(report.checkpoints, number)
-        if number in traces:
-            message = f"{folder} is missing, and {traces[number]}."
-            found.append(Problem("rank", message, rank=number, path=str(folder)))
-        elif number not in there:
-            unknown.append(number)
-    for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
-        folder = rank_folder(report.checkpoints, number)
-        found.append(Problem("rank", message, rank=number, path=str(folder)))
-    return found, unknown
-
-
-def ranks_of_another_number(report: Report) -> list[Problem]:
-    """Ranks that were copied before, or after, ``reshard`` gave the run another number of tasks."""
-    numbers = {number: run.get("tasks") for number, run in _runs(report).items()}
-    usual, job = Counter(numbers.values()).most_common(1), report.checkpoints / JOB
-    if not usual:
-        return []
-    right = usual[0][0]
-    with suppress(CheckpointError):
-        right = read_run(job).get("tasks", right) if job.exists() else right
-    return [
-        Problem("rank", f"is of a run with {tasks} tasks, and this one has {right}: reshard came between.", rank=number)
-        for number, tasks in numbers.items()
-        if tasks != right
-    ]
-
-
-def _runs(report: Report) -> dict[int, Json]:
-    """``run.json`` of each rank, without retries, that can be read."""
-    return {rank.number: rank.run for rank in report.ranks if rank.run and not rank.root}
-
-
-def _traces(report: Report, numbers: list[int]) -> Iterator[tuple[int, str]]:
-    """What shows that each of these ranks had a folder, if something does. None of them has one that can be read."""
-    wanted = {number for number in numbers if not rank_folder(report.checkpoints, number).exists()}
-    for path, number in _files(report):
-        if number in wanted:
-            yield number, f"{path} is of it"
-    for retry in retry_folders(report.checkpoints):
-        for number in wanted.intersection(rank_numbers(retry)):
-            yield number, f"{retry.name} has a retry of it"
-    for number in wanted:
-        if (last := last_chunk_file(report.checkpoints, number)).exists():
-            yield number, f"{last} names its last chunk"
-
-
-def _files(report: Report) -> Iterator[tuple[str, int]]:
-    """Output files that no commit names, with the rank that their names tell."""
-    templates = {str(run["output_filename"]) for run in _runs(report).values() if "output_filename" in run}
-    patterns = [output_pattern(template) for template in sorted(templates)]
-    for problem in report.problems:
-        if problem.kind != "foreign" or problem.path is None:
-            continue
-        for match in filter(None, (pattern.fullmatch(problem.path) for pattern in patterns)):
-            (root, number), _ = rank_and_chunk(match)
-            if not root:
-                yield problem.path, number

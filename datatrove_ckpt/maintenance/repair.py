@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
-from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
@@ -127,7 +127,7 @@ def _take_back(redo: Redo) -> None:
     if between := [place for place in ranges if place[0] < letters_end]:
         _blank(rank.dead_letters_file, between)
     _expect_only(rank, [commit.chunk_index for commit in kept])
-    _replace_commits(rank, commits, to_redo, letters_end)
+    replace_commits(rank, [replace(one, dead_letters_size=min(one.dead_letters_size, letters_end)) for one in kept])
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
 
@@ -161,18 +161,9 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
             at += len(block)
 
 
-def _replace_commits(rank: RankLedger, commits: dict[int, Commit], to_redo: set[int], letters_end: int) -> None:
-    """Writes the log without the commits to take back, and without their dead letters at the end of that file."""
-    lines = []
-    for line, commit in zip(read_lines(rank.commits_file), commits.values(), strict=True):
-        if commit.chunk_index in to_redo:
-            continue
-        if commit.dead_letters_size > letters_end:
-            shorter = replace(commit, dead_letters_size=letters_end)
-            lines.append(seal(shorter.to_json()))
-        else:
-            lines.append(seal(line.body))
-    files.disk.replace(rank.commits_file, b"".join(lines))
+def replace_commits(rank: RankLedger, commits: Iterable[Commit]) -> None:
+    """Writes the log anew. Survives power loss."""
+    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in commits))
 
 
 # the plan -------------------------------------------------------------------------------------------------------------
@@ -433,7 +424,7 @@ def plan_rebuild(rank: RankLedger) -> Rebuild | str:
                 f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore that file."
             )
         if foreign:
-            plan.letters.append((end, _end_of_letter(rank, end, commit.dead_letters_size, foreign)))
+            plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
         end = commit.dead_letters_size
     return plan
 
@@ -453,19 +444,13 @@ def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
     return kept
 
 
-def _end_of_letter(rank: RankLedger, start: int, end: int, number: int) -> int:
-    """The offset after the ``number``-th dead letter between two offsets."""
-    at = start
-    for block in rank.dead_letters(start, end):
-        if (lines := block.count(b"\n")) < number:
-            number -= lines
-            at += len(block)
-            continue
-        offset = -1
+def _end_of_letter(path: Path, start: int, number: int) -> int:
+    """The offset after the ``number``-th dead letter from an offset on."""
+    with explained("read", path), path.open("rb") as file:
+        file.seek(start)
         for _ in range(number):
-            offset = block.index(b"\n", offset + 1)
-        return at + offset + 1
-    return at
+            file.readline()
+        return file.tell()
 
 
 def replace_log(plan: Rebuild) -> None:
@@ -476,7 +461,7 @@ def replace_log(plan: Rebuild) -> None:
             data = path.read_bytes()
         names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
         files.disk.replace(next(name for name in names if not name.exists()), data)
-    files.disk.replace(path, b"".join(seal(commit.to_json()) for commit in plan.kept))
+    replace_commits(plan.rank, plan.kept)
 
 
 def correct_last_chunk(path: Path, commits: list[int]) -> None:

@@ -37,17 +37,15 @@ import xxhash
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, older_ranks, refuse_lost_shares, retired_ranks
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     JOB,
     NOTHING_PUBLISHED,
-    RESHARD_PLAN,
     RUN,
-    SHARES,
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import (
@@ -58,8 +56,8 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.setting_values import comparable
+from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
@@ -99,7 +97,7 @@ def verify(
     report.output = output or _output_folder(report.ranks, planned, given)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
-    _check_number_of_ranks(report)
+    _check_ranks(report)
     check_output(report, full, folder_is_given=output is not None)
     if full:
         check_columns(report)
@@ -121,6 +119,9 @@ def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | No
             f"{what} is a fork that has not started, so it has no output yet. Start it first; or give its YAML file "
             "instead, or --output."
         )
+    for rank in ranks:
+        if rank.damage is not None:  # of a newer version, perhaps
+            raise rank.damage
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
 
 
@@ -186,11 +187,12 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
     last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
         if index not in rank.commits and index not in journals:
-            report.add_unfinished("is not started, although later chunks are.", rank, index)
+            report.add_problem("unfinished", "is not started, although later chunks are.", rank, index)
     for index, counts in journals.items():
-        report.add_unfinished(f"is not finished; its journal holds {plural(counts.read, 'document')}.", rank, index)
+        held = plural(counts.read, "document")
+        report.add_problem("unfinished", f"is not finished; its journal holds {held}.", rank, index)
     if len(report.unfinished) == before:
-        report.add_unfinished("is not finished: the run is active, or must be run again.", rank)
+        report.add_problem("unfinished", "is not finished: the run is active, or must be run again.", rank)
 
 
 # all ranks -----------------------------------------------------------------------------------------------------------
@@ -233,37 +235,19 @@ def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
     return found
 
 
-def _check_number_of_ranks(report: Report) -> None:
+def _check_ranks(report: Report) -> None:
     # A retry has only the ranks with dead letters, so its ranks do not count.
-    ranks = {rank.number: rank for rank in report.ranks if not rank.root}
-    tasks = report.tasks
-    is_active = any(rank.state in ("running", "unfinished") for rank in report.ranks)
-    missing = [number for number in range(tasks) if not rank_folder(report.checkpoints, number).exists()]
-    for number in () if is_active else list(missing):
-        rank = RankLedger("", number, rank_folder(report.checkpoints, number))
-        if rank.last_chunk_file.exists():  # it had committed chunks
-            missing.remove(number)
-            message = f"{rank.folder} is missing: its checkpoint was removed. Bring it back, or run again."
-            report.add_problem("rank", message, rank, path=rank.folder)
+    kept = {rank.number: rank.run.get(RESHARDS, 0) if rank.run else None for rank in report.ranks if not rank.root}
+    job = JobLedger.read(report.checkpoints, report.tasks, kept)
+    tasks, missing = plural(report.tasks, "task"), job.not_started
+    report.not_started = missing
     if missing:
         have = "has" if len(missing) == 1 else "have"
-        report.add_unfinished(f"{len(missing)} of {plural(tasks, 'task')} {have} not started ({name_tasks(missing)}).")
-    try:
-        refuse_half_resharded(report.checkpoints)
-    except CheckpointError as error:
-        report.add_problem("rank", str(error), path=report.checkpoints / RESHARD_PLAN)
-    try:
-        refuse_lost_shares(report.checkpoints)
-    except CheckpointError as error:
-        report.add_problem("rank", str(error), path=report.checkpoints / SHARES)
-        return
-    for number, message in [*lost_ranks(report.checkpoints), *older_ranks(report.checkpoints)]:
-        folder = rank_folder(report.checkpoints, number)
-        report.add_problem("rank", message, RankLedger("", number, folder), path=folder)
-    retired = retired_ranks(report.checkpoints)
-    for number, rank in ranks.items():
-        if tasks and number >= tasks and number not in retired:
-            report.add_problem("rank", f"is one too many: the run has {plural(tasks, 'task')}.", rank, path=rank.folder)
+        report.add_problem("unfinished", f"{len(missing)} of {tasks} {have} not started ({name_tasks(missing)}).")
+    too_many = ((number, f"is one too many: the run has {tasks}.") for number in job.foreign)
+    for number, message in (*job.problems(), *too_many):
+        folder = report.checkpoints if number is None else rank_folder(report.checkpoints, number)
+        report.problems.append(Problem("rank", message, rank=number, path=str(folder)))
 
 
 # verify columns -------------------------------------------------------------------------------------------------------
@@ -290,7 +274,7 @@ def check_columns(report: Report) -> None:
     firsts: dict[str, tuple[str, Schema]] = {}
     found: dict[tuple[str, str], _Found] = {}
     for path, chunk in sorted(files.items()):
-        if path in broken or (schema := _schema(report, path)) is None:
+        if path in broken or (schema := read_schema(report.folder, path)) is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
         for why in misfits(expected, schema):
@@ -310,13 +294,6 @@ def _message(one: _Found) -> str:
         f"{one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start over "
         "with one for ParquetWriter."
     )
-
-
-def _schema(report: Report, path: str) -> Schema | None:
-    try:
-        return read_schema(report.folder, path)
-    except ImportError:
-        return None
 
 
 # findings -------------------------------------------------------------------------------------------------------------
@@ -363,6 +340,7 @@ class Report:
         output: the output folder's name.
         folder: the same as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
+        not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
 
@@ -372,6 +350,7 @@ class Report:
     folder: Any = None
     ranks: list[RankLedger] = field(default_factory=list)
     chunks: list[CommittedChunk] = field(default_factory=list)
+    not_started: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
     uncounted: set[str] = field(default_factory=set)
@@ -379,12 +358,9 @@ class Report:
     def add_problem(
         self, kind: str, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: Any = None
     ) -> None:
-        self.problems.append(_problem(kind, message, rank, chunk_index, path))
-
-    def add_unfinished(
-        self, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: str | None = None
-    ) -> None:
-        self.unfinished.append(_problem("unfinished", message, rank, chunk_index, path))
+        root, number = rank.key if rank else ("", None)
+        found = Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
+        (self.unfinished if kind == "unfinished" else self.problems).append(found)
 
     @property
     def redo_advice(self) -> str:
@@ -404,11 +380,6 @@ class Report:
     @property
     def number_of_files(self) -> int:
         return sum(len(chunk.files) for chunk in self.chunks)
-
-
-def _problem(kind: str, message: str, rank: RankLedger | None, chunk_index: int | None, path: Any) -> Problem:
-    root, number = rank.key if rank else ("", None)
-    return Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
 
 
 # output files ---------------------------------------------------------------------------------------------------------
@@ -491,8 +462,8 @@ def _list_hub(report: Report) -> FoundFiles:
     found = FoundFiles({})
     uploads = HubUploads(hub, StoppableCalls())
     found.show(uploads.looked("cannot be listed", hub.files))
-    lost = [file for chunk in report.chunks for file in chunk.files if not found.is_right(file)]
-    found.show(uploads.look_again(lost, looks_for({chunk.rank.folder for chunk in report.chunks})))
+    files = (file for chunk in report.chunks for file in chunk.files)
+    uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
     return found
 
 
@@ -631,7 +602,7 @@ class _Uncommitted:
                 advice = _OF_ANOTHER_JOB
             elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
-                self._report.add_unfinished(message, rank, chunk_index, path)
+                self._report.add_problem("unfinished", message, rank, chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 

@@ -122,12 +122,9 @@ def open_place(
 
 def _named(what: str) -> tuple[Place, str | None]:
     """The place, and the mirror's URL if it is a mirror."""
-    if _URL.match(what):
-        return Place(what, Path(), what), what
-    folder = Path(what)
-    if folder.is_dir() and _looks_like_mirror(folder):
-        return Place(what, Path(), what), what
-    return Place(what, folder, what), None
+    place = Place(what, Path(what), what)
+    is_mirror = _URL.match(what) or (place.folder.is_dir() and _looks_like_mirror(place.folder))
+    return place, what if is_mirror else None
 
 
 def _looks_like_mirror(folder: Path) -> bool:
@@ -219,9 +216,7 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
 
 def _folders(path: str, executor: dict[str, Any]) -> tuple[Path | None, str | None]:
     """checkpoints_local_dir on this node, None if it cannot be known here; and checkpoints_remote_dir."""
-    pipeline = executor.get("pipeline")
-    steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
-    found = {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
+    found = _kept_steps(executor)
     if not found:
         raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
     if len(found) > 1:
@@ -240,10 +235,15 @@ def _folders(path: str, executor: dict[str, Any]) -> tuple[Path | None, str | No
 
 def runner_arguments(config: dict[str, Any]) -> dict[str, Any]:
     """The init_args of the step with a checkpoint; empty if there is none, or several."""
-    pipeline = _arguments(config.get("executor")).get("pipeline")
-    steps = [_arguments(step) for step in pipeline] if isinstance(pipeline, list) else []
-    found = [step for step in steps if isinstance(step.get("checkpoints_local_dir"), str)]
+    found = [*_kept_steps(_arguments(config.get("executor"))).values()]
     return found[0] if len(found) == 1 else {}
+
+
+def _kept_steps(executor: Json) -> dict[int, Json]:
+    """The init_args of the steps with a checkpoint, by their index in the pipeline."""
+    pipeline = executor.get("pipeline")
+    steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
+    return {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
 
 
 def output_folder_of(config: dict[str, Any]) -> str | None:

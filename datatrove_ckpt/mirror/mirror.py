@@ -29,7 +29,7 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.identity import parse_run
-from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Seconds, make_interval
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed, TooManyOpenFiles
@@ -45,8 +45,7 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
-from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.process.timed_queue import get_within
+from datatrove_ckpt.process.shutdown import Shutdown, get_within
 from datatrove_ckpt.retrying import failure_line
 
 KEPT_VERSIONS = 3
@@ -277,7 +276,7 @@ class RemoteMirror:
         self._url = url
         self._folder = folder
         self._shared = dict(shared or {})
-        self._interval = make_interval(seconds, MIRROR_TUNING)
+        self._interval = Interval(seconds, MIRROR_TUNING)
         self._stopping = False
         self._shutdown = shutdown or Shutdown()
         # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock.

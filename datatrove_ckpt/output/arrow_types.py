@@ -12,10 +12,12 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import time
+from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -24,10 +26,8 @@ from datatrove_ckpt.formatting import safe_text
 # pyarrow has no types.
 DataType: TypeAlias = Any
 
-_UNITS = ("s", "ms", "us", "ns")
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
-_BY_TYPE_ALONE = (bool, float, str, bytes)
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -51,52 +51,41 @@ def type_of(values: list[Any], column: str) -> DataType:
     """
     import pyarrow as pa
 
-    kinds = set(map(type, values))
-    kinds.discard(type(None))
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        if kind in _BY_TYPE_ALONE:
-            return _type_of_one(kind, values, column)
-        return _type_of_one(kind, [value for value in values if value is not None], column)
-    groups: dict[type, list[Any]] = {}
-    for value in values:
-        if value is not None:
-            groups.setdefault(type(value), []).append(value)
+    by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
     found = pa.null()
-    for kind, group in groups.items():
-        found = unite(found, _type_of_one(kind, group, column), column)
+    kinds = list(set(map(type, values)))
+    if len(kinds) > 1:  # a set has no order, and on that of the values the order of keys may depend
+        kinds = list(dict.fromkeys(map(type, values)))
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        plain = kind if kind in _PLAIN else next((one for one in _PLAIN if issubclass(kind, one)), kind)
+        if (of_one := by_type_alone.get(plain)) is None:
+            of_kind = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            of_one = _type_of_one(plain, of_kind, column)
+        found = unite(found, of_one, column)
     return found
 
 
 def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
-    """The type of values of one Python type, none of them None."""
+    """The type of values of one Python type that does not tell it by itself. Times may differ in their zones."""
     import pyarrow as pa
 
-    plain = kind if kind in _PLAIN else next((one for one in _PLAIN if issubclass(kind, one)), None)
-    if plain is str:
-        return pa.string()
-    if plain is dict:
+    if kind is dict:
         return _struct(values, column)
-    if issubclass(kind, _LISTS):
-        return pa.list_(_type_of_items(values, f"{column}[]"))
-    if plain is int:
+    if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):  # or arrays of numpy
+        return pa.list_(type_of(list(chain.from_iterable(values)), f"{column}[]"))
+    if kind is int:
         if (wide := next((value for value in values if value not in _INT64), None)) is not None:
             raise ValueError(f"{column}: the integer {wide} does not fit into int64")
         return pa.int64()
-    if plain is not None:
-        return {bool: pa.bool_(), float: pa.float64(), bytes: pa.binary()}[plain]
-    return _inferred(values, column)
-
-
-def _type_of_items(values: list[Any], column: str) -> DataType:
-    """The type of what the lists hold. Long lists, such as embeddings, are not put into one list without need."""
-    kinds: set[type] = set()
-    for value in values:
-        kinds.update(map(type, value))
-    kinds.discard(type(None))
-    if len(kinds) == 1 and (kind := kinds.pop()) in _BY_TYPE_ALONE:
-        return _type_of_one(kind, [], column)
-    return type_of([item for value in values for item in value], column)
+    if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
+        raise ValueError(f"{column}: Arrow has no times of day with a time zone")
+    zones = {str(getattr(value, "tzinfo", None)): value for value in values}
+    found = pa.infer_type(values if len(zones) == 1 else list(zones.values())[:1])
+    for value in list(zones.values())[1:]:
+        found = unite(found, pa.infer_type([value]), column)
+    return found
 
 
 def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
@@ -110,21 +99,6 @@ def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
     return pa.struct([(key, type_of(items, f"{column}.{key}")) for key, items in columns.items()])
-
-
-def _inferred(values: list[Any], column: str) -> DataType:
-    """Arrow's type of values of one Python type that is not plain, such as a date. Times may differ in their zones."""
-    import pyarrow as pa
-
-    if getattr(values[0], "ndim", 0):  # an array of numpy
-        return pa.list_(type_of([item for value in values for item in value], f"{column}[]"))
-    if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
-        raise ValueError(f"{column}: Arrow has no times of day with a time zone")
-    zones = {str(getattr(value, "tzinfo", None)): value for value in values}
-    found = pa.infer_type(values if len(zones) == 1 else list(zones.values())[:1])
-    for value in list(zones.values())[1:]:
-        found = unite(found, pa.infer_type([value]), column)
-    return found
 
 
 def unite(old: DataType, new: DataType, column: str) -> DataType:
@@ -146,46 +120,34 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         return pa.struct(list(fields.items()))
     if pa.types.is_list(old) and pa.types.is_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
-    for unite_leaf in (_unite_numbers, _unite_times):
-        if (both := unite_leaf(old, new)) is not None:
-            return both
-    raise NotUnited(column, old, new)
+    if (both := _unite_leaves(old, new)) is None:
+        raise NotUnited(column, old, new)
+    return both
 
 
-def _unite_numbers(old: DataType, new: DataType) -> DataType | None:
+def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
+    """Arrow's own common type of two that are neither equal nor nested, if no value changes; else None."""
     import pyarrow as pa
 
-    one, other = sorted((old, new), key=lambda kind: (kind.bit_width if pa.types.is_primitive(kind) else 0, str(kind)))
-    if all(map(pa.types.is_decimal, (old, new))):
-        scale = max(old.scale, new.scale)
-        precision = max(old.precision - old.scale, new.precision - new.scale) + scale
-        if precision > 76:
+    types, both = pa.types, (old, new)
+    if all(map(types.is_timestamp, both)):
+        if (old.tz is None) != (new.tz is None):
             return None
-        return pa.decimal128(precision, scale) if precision <= 38 else pa.decimal256(precision, scale)
-    floats = [kind for kind in (one, other) if pa.types.is_floating(kind)]
-    whole = [kind for kind in (one, other) if pa.types.is_integer(kind)]
-    if len(floats) + len(whole) < 2:
+        if old.tz != new.tz:
+            old, new = (pa.timestamp(kind.unit, "UTC") for kind in both)
+    elif all(types.is_integer(kind) or types.is_floating(kind) for kind in both):
+        # A column of uint64 and int64 has no type. With floats it has none either, or the order would count.
+        if pa.uint64() in both and not all(map(types.is_unsigned_integer, both)):
+            return None
+        if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):
+            return pa.float64()
+    elif not any(all(map(is_of, both)) for is_of in (types.is_decimal, types.is_duration)):
         return None
-    if not whole:
-        return other
-    unsigned = [kind for kind in whole if pa.types.is_unsigned_integer(kind)]
-    if floats:
-        # Else the order of the documents would count: a column of uint64 and int64 has no type.
-        return None if pa.uint64() in unsigned else pa.float64()
-    if len(unsigned) != 1:
-        return other
-    bits = max(width := unsigned[0].bit_width * 2, *(kind.bit_width for kind in whole if kind not in unsigned))
-    return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits) if width <= 64 else None
-
-
-def _unite_times(old: DataType, new: DataType) -> DataType | None:
-    import pyarrow as pa
-
-    if all(map(pa.types.is_duration, (old, new))):
-        return pa.duration(max(old.unit, new.unit, key=_UNITS.index))
-    if not all(map(pa.types.is_timestamp, (old, new))) or (old.tz is None) != (new.tz is None):
+    schemas = [pa.schema([("", kind)]) for kind in (old, new)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowTypeError:  # decimals with too many digits
         return None
-    return pa.timestamp(max(old.unit, new.unit, key=_UNITS.index), old.tz if old.tz == new.tz else "UTC")
 
 
 def paths(kind: DataType, column: str) -> Iterator[str]:
@@ -209,140 +171,74 @@ def paths(kind: DataType, column: str) -> Iterator[str]:
 # midnight a date. Only a float may lose digits in a shorter float: that is what a shorter float is for.
 
 
-Check: TypeAlias = Callable[[Any], None]
-"""Raises NotUnited for a value that does not fit."""
-
-_EXACT_FLOAT = 2**53
-_SAFE_ITEMS = {"double": float, "string": str, "large_string": str, "bool": bool}
-"""Lists of these need no look at each item."""
+_SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
+"""Values of these types need no look at each."""
 
 
-def watch_schema(writer: DiskWriter) -> None:
-    """Makes the writer, which has a schema, raise NotUnited for a row that does not fit it."""
-    check, adapter = row_check(writer.schema), writer.adapter
+def watch_schema(writer: ParquetWriter) -> None:
+    """Makes the writer, which has a schema, raise NotUnited for a batch of rows that do not fit it."""
+    write_batch = writer._write_batch
 
-    def checked(document: Any) -> Any:
-        row = adapter(document)
-        check(row)
-        return row
+    def checked(filename: str) -> None:
+        check_rows(writer._batches[filename], writer.schema)
+        write_batch(filename)
 
-    writer.adapter = checked
-
-
-def row_check(schema: Any) -> Check:
-    """A check of rows. Columns that the schema does not name are left out, so they are not looked at."""
-    fields = [(field.name, _field_check(field, field.name)) for field in schema]
-
-    def check(row: Any) -> None:
-        for name, check_value in fields:
-            check_value(row.get(name))
-
-    return check
+    writer._write_batch = checked
 
 
-def _field_check(field: Any, column: str) -> Check:
-    check, nullable, expected = _value_check(field.type, column), field.nullable, f"{field.type} not null"
-
-    def checked(value: Any) -> None:
-        if value is not None:
-            check(value)
-        elif not nullable:
-            raise NotUnited(column, expected, "without a value")
-
-    return checked
+def check_rows(rows: list[dict[str, Any]], schema: Any) -> None:
+    """Raises NotUnited for rows that do not fit. Columns that the schema does not name are left out."""
+    for field in schema:
+        _check([row.get(field.name) for row in rows], field, field.name)
 
 
-def _value_check(kind: DataType, column: str) -> Check:
-    """A check of values that are not None."""
+def _check(values: list[Any], field: Any, column: str) -> None:
     import pyarrow as pa
 
-    types = pa.types
-    if types.is_struct(kind):
-        return _struct_check(kind, column)
-    if types.is_map(kind):
-        return _map_check(kind, column)
-    if hasattr(kind, "value_field"):  # a list of any kind
-        item_check = _field_check(kind.value_field, f"{column}[]")
-        as_arrow = _arrow_check(kind, column)
-        alone = _SAFE_ITEMS.get(str(kind.value_type))
-
-        def check_list(value: Any) -> None:
-            if isinstance(value, str | bytes | dict) or not hasattr(value, "__iter__"):
-                as_arrow(value)
-            elif alone is None or set(map(type, value)) != {alone}:
-                for item in value:
-                    item_check(item)
-
-        return check_list
-    plain, as_arrow = _plain(kind), _arrow_check(kind, column)
-
-    def check(value: Any) -> None:
-        if not plain(value):
-            as_arrow(value)
-
-    return check
+    types, kind = pa.types, field.type
+    present = [value for value in values if value is not None]
+    if not field.nullable and len(present) < len(values):
+        raise NotUnited(column, f"{kind} not null", "without a value")
+    if not present:
+        return
+    if types.is_struct(kind) and all(isinstance(value, dict) for value in present):
+        fields = {inner.name: inner for inner in kind}
+        for value in present:
+            for key in value.keys() - fields.keys():
+                if value[key] is not None:
+                    raise NotUnited(f"{column}.{key}", "missing", _name(value[key], column))
+        for name, inner in fields.items():
+            _check([value.get(name) for value in present], inner, f"{column}.{name}")
+    elif types.is_map(kind):
+        pairs = [pair for value in present for pair in (value.items() if isinstance(value, dict) else value)]
+        _check([key for key, _ in pairs], kind.key_field, f"{column}[key]")
+        _check([item for _, item in pairs], kind.item_field, f"{column}[value]")
+    elif hasattr(kind, "value_field") and all(map(_is_list, present)):
+        _check(list(chain.from_iterable(present)), kind.value_field, f"{column}[]")
+    elif set(map(type, present)) != {_SAFE.get(str(kind))}:
+        _check_kept(present, kind, column)
 
 
-def _struct_check(kind: DataType, column: str) -> Check:
-    fields = {field.name: _field_check(field, f"{column}.{field.name}") for field in kind}
-    as_arrow = _arrow_check(kind, column)
-
-    def check(value: Any) -> None:
-        if not isinstance(value, dict):
-            as_arrow(value)
-            return
-        for key, item in value.items():
-            if item is not None and key not in fields:
-                raise NotUnited(f"{column}.{key}", "missing", _name(item, column))
-        for name, check_item in fields.items():
-            check_item(value.get(name))
-
-    return check
+def _is_list(value: object) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)
 
 
-def _map_check(kind: DataType, column: str) -> Check:
-    check_key = _field_check(kind.key_field, f"{column}[key]")
-    check_item = _field_check(kind.item_field, f"{column}[value]")
-
-    def check(value: Any) -> None:
-        for key, item in value.items() if isinstance(value, dict) else value:
-            check_key(key)
-            check_item(item)
-
-    return check
-
-
-def _plain(kind: DataType) -> Callable[[Any], bool]:
-    """Whether Arrow surely keeps a value of a frequent type. What is left is converted, and compared."""
+def _check_kept(values: list[Any], kind: DataType, column: str) -> None:
     import pyarrow as pa
 
-    types = pa.types
-    if types.is_string(kind) or types.is_large_string(kind):
-        return lambda value: type(value) is str
-    if types.is_boolean(kind):
-        return lambda value: type(value) is bool
-    if types.is_float64(kind):
-        return lambda value: type(value) is float or (type(value) is int and -_EXACT_FLOAT <= value <= _EXACT_FLOAT)
-    if types.is_float32(kind):
-        return lambda value: type(value) is float and -1e38 <= value <= 1e38
-    if types.is_integer(kind):
-        least = 0 if types.is_unsigned_integer(kind) else -(2 ** (kind.bit_width - 1))
-        return lambda value: type(value) is int and value in range(least, least + 2**kind.bit_width)
-    return lambda value: False
-
-
-def _arrow_check(kind: DataType, column: str) -> Check:
-    import pyarrow as pa
-
-    def check(value: Any) -> None:
-        try:
-            kept = pa.array([value], kind)[0].as_py()
-        except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
-            raise NotUnited(column, kind, f"{_name(value, column)} ({safe_text(error)})") from error
-        if not _is_same(value, kept, pa.types.is_floating(kind)):
+    try:
+        kept = pa.array(values, kind)
+    except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
+        if len(values) > 1:
+            for value in values:
+                _check_kept([value], kind, column)
+        raise NotUnited(column, kind, f"{_name(values[0], column)} ({safe_text(error)})") from error
+    rounded = pa.types.is_floating(kind)
+    if rounded and set(map(type, values)) == {float} and not np.isinf(kept).any():
+        return
+    for value, now in zip(values, kept.to_pylist(), strict=True):
+        if not _is_same(value, now, rounded):
             raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
-
-    return check
 
 
 def _is_same(value: Any, kept: Any, rounded: bool) -> bool:

@@ -38,7 +38,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import NotUnited, paths, row_check, type_of, unite
+from datatrove_ckpt.output.arrow_types import NotUnited, check_rows, paths, type_of, unite
 from datatrove_ckpt.output.formats import PARQUET
 
 # pyarrow has no types.
@@ -160,8 +160,7 @@ def name_culprit(
 
     find = partial(_find_culprit, writer, documents, decode)
     if writer.schema is not None:
-        check_row = row_check(writer.schema)
-        return find(lambda row, _: check_row(row), "the writer's schema")
+        return find(lambda row, _: check_rows([row], writer.schema), "the writer's schema")
     types = dict(known)
     last: dict[str, str] = {}
 
@@ -184,8 +183,8 @@ def name_culprit(
 
     culprit = find(check, "")
     if culprit is None:
-        check_all = row_check(pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()]))
-        culprit = find(lambda row, _: check_all(row), "all documents together")
+        schema = pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()])
+        culprit = find(lambda row, _: check_rows([row], schema), "all documents together")
     return culprit
 
 
@@ -210,13 +209,13 @@ def _find_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """The schema of a Parquet file; None if it has none that can be read."""
-    import pyarrow.parquet as pq
-
+    """The schema of a Parquet file; None if it has none that can be read, or pyarrow is not installed."""
     try:
+        import pyarrow.parquet as pq
+
         with folder.open(path, "rb") as file:
             return pq.ParquetFile(file).schema_arrow
-    except (OSError, ValueError):
+    except (ImportError, OSError, ValueError):
         return None
 
 
@@ -315,22 +314,24 @@ def _takes_empty_text(kind: Any) -> bool:
     """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
     import pyarrow as pa
 
-    try:
-        pa.array([None], pa.string()).cast(kind)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
-        return False
-    return not pa.types.is_nested(kind)
+    return _converts(pa.string(), kind) and not pa.types.is_nested(kind)
 
 
 def _reads_as_text(kind: Any) -> bool:
     """Whether a loader converts values of the type to text. Bytes are no text, and lists none either."""
     import pyarrow as pa
 
+    return _converts(kind, pa.string()) and not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
+
+
+def _converts(kind: Any, other: Any) -> bool:
+    import pyarrow as pa
+
     try:
-        pa.nulls(1, kind).cast(pa.string())
+        pa.nulls(1, kind).cast(other)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         return False
-    return not pa.types.is_nested(kind) and not pa.types.is_binary(kind)
+    return True
 
 
 class RankColumns:

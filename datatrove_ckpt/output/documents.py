@@ -41,6 +41,7 @@ _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
 _RESULTS_END = b'"}'  # where others end with their metadata, so with two braces
+_DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
@@ -110,16 +111,15 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
     encoder = _Encoder(other)
     try:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
+        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
+        at = _after_text(fields["text"])
+        if data.count(_TAG_BYTES, at) == encoder.wrapped and (data.find(b"null", at) < 0 or not _has_nan(fields)):
+            return trim(data)
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
         if isinstance(error.__cause__, NoForm):
             raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
-        return trim(orjson.dumps(wrap_deep(fields, other)))
-    # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
-    at = _after_text(fields["text"])
-    if data.count(_TAG_BYTES, at) != encoder.wrapped or (data.find(b"null", at) >= 0 and _has_nan(fields)):
-        return trim(orjson.dumps(wrap_deep(fields, other)))
-    return trim(data)
+    return trim(orjson.dumps(wrap_deep(fields, other)))
 
 
 def document_fields(document: Document) -> dict[str, object]:
@@ -353,46 +353,31 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def wrap_deep(value: object, other: Other = _refuse) -> object:
+def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
     """The same structure, from plain JSON values only. Raises ``NoForm`` also for a container that holds itself."""
-    return _DeepWrapper(other).wrap(value)
-
-
-class _DeepWrapper:
-    def __init__(self, other: Other) -> None:
-        self._other = other
-        self._above: set[int] = set()
-
-    def wrap(self, value: object) -> object:
-        original, value = value, as_plain(value)
-        if value is None or isinstance(value, str | bool):
-            return value
-        if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
-            return _wrapped(value) or self._other(value)
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {TAG: ["float", str(value)]}
-        if isinstance(value, int):
-            return value if -(2**63) <= value < 2**64 else {TAG: ["int", str(value)]}
-        # Python would notice only at its own limit, which takes seconds where the containers are large.
-        if id(original) in self._above:
-            raise NoForm(f"a {type(original).__qualname__} that holds itself")
-        self._above.add(id(original))
-        wrapped = self._wrap_parts(value)
-        self._above.discard(id(original))
-        return wrapped
-
-    def _wrap_parts(self, value: object) -> object:
-        if isinstance(value, dict):
-            if TAG in value or not all(type(key) is str for key in value):
-                return {TAG: ["dict", [[self.wrap(key), self.wrap(item)] for key, item in value.items()]]}
-            return {key: self.wrap(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.wrap(item) for item in value]
-        wrapped = _wrapped(value)
-        if wrapped is None:
-            return self._other(value)
-        name, inner = wrapped[TAG]
-        return {TAG: [name, self.wrap(inner)]}
+    value = as_plain(value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
+        return _wrapped(value) or other(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {TAG: ["float", str(value)]}
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else {TAG: ["int", str(value)]}
+    if not depth:
+        raise NoForm(f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others")
+    wrap = functools.partial(wrap_deep, other=other, depth=depth - 1)
+    if isinstance(value, dict):
+        if TAG in value or not all(type(key) is str for key in value):
+            return {TAG: ["dict", [[wrap(key), wrap(item)] for key, item in value.items()]]}
+        return {key: wrap(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [wrap(item) for item in value]
+    wrapped = _wrapped(value)
+    if wrapped is None:
+        return other(value)
+    name, inner = wrapped[TAG]
+    return {TAG: [name, wrap(inner)]}
 
 
 def _unwrap(value: Any, readers: dict[str, Callable[[Any], object]]) -> object:

@@ -36,7 +36,24 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
     return missing_package("zstandard") if compression == "zstd" else f"{compression!r} is not available here."
 
 
-class StagedFiles(OutputFileManager):  # type: ignore[misc]
+class _Files(OutputFileManager):  # type: ignore[misc]
+    def get_file(self, filename: str) -> _OutputStream:
+        if filename not in self._output_files:
+            self._output_files[filename] = self._create(filename)
+        stream: _OutputStream = self._output_files[filename]
+        return stream
+
+    def _create(self, filename: str) -> _OutputStream:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Drops the files that were not closed, without completing them."""
+        for stream in self._output_files.values():
+            stream.abandon()
+        self._output_files.clear()
+
+
+class StagedFiles(_Files):
     """Writes files below a staging folder, and keeps each complete one with its size and hash."""
 
     def __init__(self, folder: Path, original: OutputFileManager) -> None:
@@ -44,15 +61,9 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         self.finished: dict[str, files.HashedFile] = {}
         self._folder = folder
 
-    def get_file(self, filename: str) -> _OutputStream:
-        if filename not in self._output_files:
-            if filename in self.finished:
-                raise OutputFailed(f"{filename} was closed and is written to again, which would lose its content.")
-            self._output_files[filename] = self._create(filename)
-        stream: _OutputStream = self._output_files[filename]
-        return stream
-
     def _create(self, filename: str) -> _StagedStream:
+        if filename in self.finished:
+            raise OutputFailed(f"{filename} was closed and is written to again, which would lose its content.")
         path = self._folder / filename
         files.disk.make_dirs(path.parent)
         if path.exists():
@@ -63,10 +74,6 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
             )
         return _StagedStream(path, filename, self)
 
-    def abandon(self) -> None:
-        """Drops the files that were not closed, without completing them."""
-        _abandon_all(self)
-
     def discard(self) -> None:
         """Removes all files, to begin again."""
         self.abandon()
@@ -74,24 +81,11 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         files.disk.remove_tree(self._folder)
 
 
-class RemoteFiles(OutputFileManager):  # type: ignore[misc]
+class RemoteFiles(_Files):
     """Writes files to a remote file system. A file appears when it is closed, and not if it is abandoned."""
 
-    def get_file(self, filename: str) -> _OutputStream:
-        if filename not in self._output_files:
-            self._output_files[filename] = _RemoteStream(self.fs.open(filename, "wb"), filename, self)
-        stream: _OutputStream = self._output_files[filename]
-        return stream
-
-    def abandon(self) -> None:
-        """Drops the files that were not closed, without completing their uploads."""
-        _abandon_all(self)
-
-
-def _abandon_all(manager: OutputFileManager) -> None:
-    for stream in manager.get_open_files().values():
-        stream.abandon()
-    manager.get_open_files().clear()
+    def _create(self, filename: str) -> _RemoteStream:
+        return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
 
 
 class _OutputStream:

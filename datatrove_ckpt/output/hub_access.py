@@ -15,7 +15,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
@@ -144,9 +143,7 @@ class _Access:
         try:
             self._folder.api().bucket_info(self._folder.repo)
         except BucketNotFoundError:
-            return self._missing(
-                lambda: self._folder.api().create_bucket(self._folder.repo, private=self._private, exist_ok=True)
-            )
+            return self._missing()
         return f"{self._where} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
@@ -157,7 +154,7 @@ class _Access:
         url = f"{folder.api().endpoint}/api/{folder.kind}s/{folder.repo}/auth-check/write"
         response = get_session().get(url, headers=headers, timeout=_TIMEOUT_SECONDS)
         if response.headers.get("X-Error-Code") == "RepoNotFound":
-            return self._missing(self._create_repository)
+            return self._missing()
         if response.status_code != 404:
             hf_raise_for_status(response)
         if folder.revision is not None:
@@ -191,7 +188,7 @@ class _Access:
         except CkptError as error:
             raise _Refused(f"{self._where} has vanished, or this token may not see it. {error}") from None
 
-    def _missing(self, create: Callable[[], Any]) -> str:
+    def _missing(self) -> str:
         if committed := self._committed():
             raise _Refused(repository_is_gone(self._folder, committed))
         kind = _kind(self._folder)
@@ -208,18 +205,15 @@ class _Access:
             )
         if not self._make:
             return f"{self._where}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
-        create()
+        api = self._folder.api()
+        create = api.create_bucket if self._folder.is_bucket else partial(api.create_repo, repo_type=self._folder.kind)
+        create(self._folder.repo, private=self._private, exist_ok=True)
         logger.info(f"{self._where}: made the {how} {kind} {self._folder.repo}, which was not there.")
         return f"{self._where}: made the {how} {kind}."
 
-    def _create_repository(self) -> None:
-        repo, kind = self._folder.repo, self._folder.kind
-        self._folder.api().create_repo(repo, repo_type=kind, private=self._private, exist_ok=True)
-
     def _command(self) -> str:
-        if self._folder.is_bucket:
-            return shlex.join(["hf", "buckets", "create", self._folder.repo, "--private"])
-        return shlex.join(["hf", "repos", "create", self._folder.repo, "--repo-type", self._folder.kind, "--private"])
+        kind, of_kind = ("buckets", []) if self._folder.is_bucket else ("repos", ["--repo-type", self._folder.kind])
+        return shlex.join(["hf", kind, "create", self._folder.repo, *of_kind, "--private"])
 
     # failures --------------------------------------------------------------------------------------------------------
 

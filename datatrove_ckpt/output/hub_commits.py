@@ -26,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -41,6 +41,7 @@ from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import duration, plural, ranges
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import Attempts, RetryPolicy, failure_line, http_status
@@ -79,10 +80,6 @@ class UploadedFile:
     def __init__(self, name: str, operation: CommitOperationAdd) -> None:
         self.name = name
         self._operation = operation
-
-    @property
-    def path(self) -> str:
-        return str(self._operation.path_in_repo)
 
     @property
     def is_regular(self) -> bool:
@@ -129,10 +126,6 @@ class HubUploads:
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
 
-    def prepare(self) -> None:
-        """Call it once, before the first upload."""
-        _no_bars_in_logs()
-
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
         """Uploads the content of files. Returns them, to be committed.
 
@@ -148,11 +141,13 @@ class HubUploads:
             return []
         send = self._put_in_bucket if self.folder.is_bucket else self._preupload
         if self.folder.is_bucket:  # it lists no hashes
-            found = self.retried("cannot be listed", lambda: self.folder.look_up(list(files)))
+            look_up = partial(self.folder.look_up, list(files))
+            found = self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB)
             self._refuse(name for name, file in found.items() if file.size != files[name].stat().st_size)
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
-        uploaded = self.retried(f"{_some(list(files))} could not be uploaded", lambda: send(files), seconds)
-        if ignored := [file.path for file in uploaded if file.is_ignored]:
+        what = f"{_some(list(files))} could not be uploaded"
+        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB)
+        if ignored := [file.name for file in uploaded if file.is_ignored]:
             raise OutputFailed(
                 f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
                 "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
@@ -264,26 +259,17 @@ class HubUploads:
             policy = replace(policy, patience=patience_seconds)
         return self._retried(what, call, policy.patience, policy)
 
-    def retried(self, what: str, call: Callable[[], T], at_most_seconds: float = ANSWER_SECONDS) -> T:
-        """Calls until it works, while generation goes on.
-
-        Raises:
-            OutputFailed: it cannot work, or has failed for too long.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        return self._retried(what, call, at_most_seconds, retrying.HUB, GENERATION_GOES_ON)
-
-    def _retried(
-        self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy, meanwhile: str = ""
-    ) -> T:
+    def _retried(self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy) -> T:
+        """``at_most_seconds``: for one call."""
         run = partial(self._calls.run, call, at_most_seconds)
+        meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
         try:
             return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, self._calls.sleep)
         except OSError as error:
             raise given_up(self.folder, what, error) from error
 
-    def look_again(self, lost: Iterable[OutputFile], looks: Iterable[float] | None = None) -> dict[str, HubFile]:
-        """Returns those files that the hub shows now, among the ones that it seemed to lack or to have changed.
+    def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
+        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
 
         Args:
             looks: seconds before each further look; None: ``LAG_LOOKS``.
@@ -292,19 +278,13 @@ class HubUploads:
             OutputFailed: the hub cannot be asked.
             Stopping: ``stop`` was called meanwhile.
         """
-        shown = dict[str, HubFile]()
-        left = {plain(file.path): file for file in lost}
         for seconds in LAG_LOOKS if looks is None else looks:
-            if not left:
-                break
+            files = [file for file in files if not found.is_right(file)]
+            if not files:
+                return
             self._calls.sleep(seconds)
-            shown |= self.looked("cannot be listed", partial(self._newest, list(left)))
-            left = {
-                name: file
-                for name, file in left.items()
-                if name not in shown or not shown[name].holds(file.size, file.hub_hash)
-            }
-        return shown
+            names = [plain(file.path) for file in files]
+            found.show(self.looked("cannot be listed", partial(self._newest, names)))
 
 
 @dataclass
@@ -315,39 +295,6 @@ class _Chunk:
     left: int
     waiting: WaitingChunk
     forget: Callable[[], None]
-
-
-@dataclass
-class _Queue:
-    """Uploaded files that wait for a commit, oldest first."""
-
-    files: list[tuple[UploadedFile, _Chunk]] = field(default_factory=list)
-    oldest: float = 0.0
-
-    def add(self, files: Sequence[UploadedFile], chunk: _Chunk) -> None:
-        if not self.files:
-            self.oldest = time.monotonic()
-        self.files += [(file, chunk) for file in files]
-
-    def first(self) -> list[tuple[UploadedFile, _Chunk]]:
-        """What the next commit may carry."""
-        size = 0
-        batch: list[tuple[UploadedFile, _Chunk]] = []
-        for file, chunk in self.files[:MOST_FILES]:
-            size += file.bytes_in_commit
-            if batch and size > MOST_BYTES:
-                break
-            batch.append((file, chunk))
-        return batch
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.files) >= MOST_FILES or sum(file.bytes_in_commit for file, _ in self.files) >= MOST_BYTES
-
-    def remove_first(self, number: int) -> None:
-        """Files that came later than those have waited for less than them: the time starts anew."""
-        del self.files[:number]
-        self.oldest = time.monotonic()
 
 
 class HubCommits(Placement):
@@ -370,7 +317,9 @@ class HubCommits(Placement):
         self._rank = rank
         self._calls = calls
         self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
-        self._queue = _Queue()
+        self._queue: list[tuple[UploadedFile, _Chunk]] = []
+        """What waits for a commit, oldest first."""
+        self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
         self._thread: threading.Thread | None = None
@@ -389,7 +338,9 @@ class HubCommits(Placement):
             return
         chunk = _Chunk(chunk_index, len(files), waiting, forget)
         with self._change:
-            self._queue.add(files, chunk)
+            if not self._queue:
+                self._waiting_since = time.monotonic()
+            self._queue += [(file, chunk) for file in files]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="datatrove-ckpt hub", daemon=True)
                 self._thread.start()
@@ -421,14 +372,25 @@ class HubCommits(Placement):
             batch[0][1].waiting.failed(error)
 
     def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
-        """Waits until a commit is due. Returns nothing once the rank stops."""
+        """Waits until a commit is due. Returns what it may carry, and nothing once the rank stops."""
         with self._change:
             while not self._calls.stopped:
-                due = self._queue.oldest + self._seconds - time.monotonic() if self._queue.files else None
-                if due is not None and (due <= 0 or self._hurried or self._queue.is_full):
-                    return self._queue.first()
+                due = self._waiting_since + self._seconds - time.monotonic() if self._queue else None
+                is_full = len(self._queue) >= MOST_FILES or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                if due is not None and (due <= 0 or self._hurried or is_full):
+                    return self._first_files()
                 self._change.wait(due)
             return []
+
+    def _first_files(self) -> list[tuple[UploadedFile, _Chunk]]:
+        size = 0
+        batch: list[tuple[UploadedFile, _Chunk]] = []
+        for file, chunk in self._queue[:MOST_FILES]:
+            size += file.bytes_in_commit
+            if batch and size > MOST_BYTES:
+                break
+            batch.append((file, chunk))
+        return batch
 
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
         files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
@@ -441,7 +403,7 @@ class HubCommits(Placement):
                 return
             seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
-            folder, what = self._uploads.folder, f"{plural(len(self._queue.files), 'file')} wait for a commit"
+            folder, what = self._uploads.folder, f"{plural(len(self._queue), 'file')} wait for a commit"
             try:
                 self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
             except OSError:
@@ -454,7 +416,7 @@ class HubCommits(Placement):
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         most = self._pace.most(ends)
         logger.info(
-            f"{self._uploads.folder.url}: {plural(len(self._queue.files), 'file')} wait for a commit: {made} were made "
+            f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: {made} were made "
             f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}"
             + (f", {self._pace.per_hour - most} of them for ranks that end" if most < self._pace.per_hour else "")
             + f". Next look in {duration(seconds)}; "
@@ -465,7 +427,8 @@ class HubCommits(Placement):
 
     def _done(self, batch: list[tuple[UploadedFile, _Chunk]], seen: int) -> None:
         with self._change:
-            self._queue.remove_first(len(batch))
+            del self._queue[: len(batch)]
+            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
         for file, chunk in batch:
             self.confirmed[plain(file.name)] = seen
             chunk.left -= 1
@@ -527,8 +490,8 @@ def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
     return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
 
 
-def _no_bars_in_logs() -> None:
-    """The client draws a progress bar for each file, also where standard error is a log."""
+def no_bars_in_logs() -> None:
+    """For the first upload: the client draws a progress bar for each file, also where standard error is a log."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():

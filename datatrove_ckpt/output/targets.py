@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, no_bars_in_logs
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING, plain
@@ -140,36 +140,18 @@ class LocalTarget(Target):
 
 
 class RemoteTarget(Target):
-    """A remote folder, on S3 or any other file system of fsspec.
+    """A remote folder, on any file system of fsspec.
 
     Args:
-        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
         policy: None: that for storages.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, probe: str, policy: RetryPolicy | None = None) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, policy: RetryPolicy | None = None) -> None:
         super().__init__(scratch / layout.STAGING)
+        self._folder = folder
         self._url = folder.resolve_paths("")
-        self._probe = probe
-        self._uploader = _S3Uploader(folder) if hasattr(folder.fs, "call_s3") else _Uploader(folder)
         self._calls = StoppableCalls()
         self._policy = policy or retrying.STORAGE
-
-    def prepare(self) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left open.
-
-        Raises:
-            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
-        """
-        upload = self._retry(f"{self._url} cannot be written to", lambda: self._uploader.create_upload(self._probe))
-        with self._warn_if_forbidden():
-            what = f"{self._url}: an open upload could not be aborted"
-            self._retry(what, lambda: self._uploader.abort_upload(self._probe, upload))
-        left = self.staging.parent
-        if left.exists():  # a file that was being uploaded when a process ended is still staged
-            found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
-            if count := self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)}):
-                logger.info(f"{self._url}: aborted {count} uploads that an earlier run of this rank left open.")
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._retry(f"{self._url} cannot be listed", call)
@@ -187,29 +169,107 @@ class RemoteTarget(Target):
             OutputFailed: the file could not be uploaded, or the remote one has another size.
             Stopping: ``stop`` was called meanwhile.
         """
-        size, remote = local.stat().st_size, self._uploader.full_name(name)
-        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._uploader.put(local, name))
+        size, remote = local.stat().st_size, self._folder.resolve_paths(name)
+        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._put(local, name))
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
                 "find out who else writes there, and run the same command again."
             )
-        if size >= 2 * PART_BYTES:
-            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+
+    def _put(self, local: Path, name: str) -> int:
+        """Uploads a file. Returns the size of the remote file afterwards, in bytes."""
+        self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
+        self._folder.put_file(str(local), name)
+        self._folder.invalidate_cache(name)
+        return int(self._folder.info(name)["size"])
 
     def stop(self) -> None:
         self._calls.stop()
 
-    def _abort_open_uploads(self, names: set[str]) -> int:
-        """Returns how many uploads of these names were open."""
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+
+        Raises:
+            OutputFailed: its cause is the last error.
+        """
+        try:
+            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
+        except OSError as error:
+            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+
+
+class S3Target(RemoteTarget):
+    """A folder on S3, through s3fs. It makes no folders: S3 has none, and s3fs would make a bucket of a misspelt name.
+
+    Args:
+        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
+    """
+
+    def __init__(self, folder: DataFolder, scratch: Path, probe: str) -> None:
+        super().__init__(folder, scratch)
+        self._probe = probe
+
+    def prepare(self) -> None:
+        """Checks that files can be written, and aborts the uploads that earlier processes left open.
+
+        Raises:
+            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
+        """
+        create = partial(self._call, "create_multipart_upload", self._probe)
+        upload = self._retry(f"{self._url} cannot be written to", create)["UploadId"]
+        with self._warn_if_forbidden():
+            self._abort(self._probe, upload)
+        left = self.staging.parent
+        if left.exists():  # a file that was being uploaded when a process ended is still staged
+            found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
+            self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
+
+    def upload(self, local: Path, name: str) -> None:
+        super().upload(local, name)
+        if local.stat().st_size >= 2 * PART_BYTES:
+            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+
+    def _put(self, local: Path, name: str) -> int:
+        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
+        self._folder.put_file(str(local), name, chunksize=part)
+        return int(self._call("head_object", name)["ContentLength"])  # ``info`` may answer from a cached listing
+
+    def _abort_open_uploads(self, names: set[str]) -> None:
         with self._warn_if_forbidden():
             what = f"{self._url}: the open uploads could not be listed"
-            found = self._retry(what, lambda: self._uploader.open_uploads(names))
+            found = self._retry(what, lambda: self._open_uploads(names))
             for name, upload in found:
-                what = f"{self._uploader.full_name(name)}: an open upload could not be aborted"
-                self._retry(what, partial(self._uploader.abort_upload, name, upload))
-            return len(found)
-        return 0
+                self._abort(name, upload)
+            if found:
+                logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
+
+    def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
+        """Name and id of every upload of these names that was neither completed nor aborted."""
+        keys = {self._bucket_and_key(name)[1]: name for name in names}
+        bucket, _ = self._bucket_and_key("")
+        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
+        found: list[tuple[str, str]] = []
+        markers: dict[str, str] = {}
+        while True:
+            page = self._folder.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
+            listed = page.get("Uploads", [])
+            found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
+            if not page.get("IsTruncated"):
+                return found
+            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _abort(self, name: str, upload: str) -> None:
+        """Aborts an upload. One that does not exist any more is no error."""
+
+        def abort() -> None:
+            try:
+                self._call("abort_multipart_upload", name, UploadId=upload)
+            except FileNotFoundError as error:
+                if s3_code(error) != "NoSuchUpload":
+                    raise
+
+        self._retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
 
     @contextmanager
     def _warn_if_forbidden(self) -> Iterator[None]:
@@ -224,16 +284,14 @@ class RemoteTarget(Target):
                 "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
             )
 
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
-        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+    def _call(self, method: str, name: str, **arguments: str) -> S3Response:
+        bucket, key = self._bucket_and_key(name)
+        response: S3Response = self._folder.fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
+        return response
 
-        Raises:
-            OutputFailed: its cause is the last error.
-        """
-        try:
-            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
-        except OSError as error:
-            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+    def _bucket_and_key(self, name: str) -> tuple[str, str]:
+        bucket, key, _ = self._folder.fs.split_path(self._folder.resolve_paths(name))
+        return bucket, key
 
 
 class HubTarget(Target):
@@ -254,7 +312,7 @@ class HubTarget(Target):
         return self._commits
 
     def prepare(self) -> None:
-        self._uploads.prepare()
+        no_bars_in_logs()
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._uploads.looked("cannot be listed", call)
@@ -267,7 +325,7 @@ class HubTarget(Target):
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
-        found.show(self._uploads.look_again(one for one in commits.files if not found.is_right(one)))
+        self._uploads.look_again(found, commits.files)
         lost = {plain(one.path): one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
@@ -299,77 +357,9 @@ def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) 
         return LocalTarget(Path(folder.resolve_paths("")).absolute(), f"{rank:05d}-{run}")
     if (hub := HubFolder.of(folder)) is not None:
         return HubTarget(hub, scratch, rank, pace)
-    return RemoteTarget(folder, scratch, f"{STAGING}/probe-{run}")
-
-
-class _Uploader:
-    """Any file system of fsspec. It has no open uploads that could be listed."""
-
-    def __init__(self, folder: DataFolder) -> None:
-        self.folder = folder
-
-    def full_name(self, name: str) -> str:
-        return str(self.folder.resolve_paths(name))
-
-    def create_upload(self, name: str) -> str:
-        """Creates an upload that is not meant to be completed. Returns its id."""
-        return ""
-
-    def open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        """Name and id of every upload of these names that was neither completed nor aborted."""
-        return []
-
-    def abort_upload(self, name: str, upload: str) -> None:
-        """Aborts an upload. One that does not exist any more is no error."""
-
-    def put(self, local: Path, name: str) -> int:
-        """Uploads a file. Returns the size of the remote file afterwards, in bytes."""
-        self.folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
-        self.folder.put_file(str(local), name)
-        self.folder.invalidate_cache(name)
-        return int(self.folder.info(name)["size"])
-
-
-class _S3Uploader(_Uploader):
-    """s3fs. It makes no folders: S3 has none, and s3fs would make a bucket of a misspelt name."""
-
-    def create_upload(self, name: str) -> str:
-        return str(self._call("create_multipart_upload", name)["UploadId"])
-
-    def open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        keys = {self._bucket_and_key(name)[1]: name for name in names}
-        bucket, _ = self._bucket_and_key("")
-        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
-        found: list[tuple[str, str]] = []
-        markers: dict[str, str] = {}
-        while True:
-            page = self.folder.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
-            listed = page.get("Uploads", [])
-            found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
-            if not page.get("IsTruncated"):
-                return found
-            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def abort_upload(self, name: str, upload: str) -> None:
-        try:
-            self._call("abort_multipart_upload", name, UploadId=upload)
-        except FileNotFoundError as error:
-            if s3_code(error) != "NoSuchUpload":
-                raise
-
-    def put(self, local: Path, name: str) -> int:
-        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
-        self.folder.put_file(str(local), name, chunksize=part)
-        return int(self._call("head_object", name)["ContentLength"])  # ``info`` may answer from a cached listing
-
-    def _call(self, method: str, name: str, **arguments: str) -> S3Response:
-        bucket, key = self._bucket_and_key(name)
-        response: S3Response = self.folder.fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
-        return response
-
-    def _bucket_and_key(self, name: str) -> tuple[str, str]:
-        bucket, key, _ = self.folder.fs.split_path(self.full_name(name))
-        return bucket, key
+    if hasattr(folder.fs, "call_s3"):
+        return S3Target(folder, scratch, f"{STAGING}/probe-{run}")
+    return RemoteTarget(folder, scratch)
 
 
 def _advice(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.dealt_out import lost_ranks, retired_ranks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger, retired_ranks
 from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
@@ -278,7 +278,7 @@ def check_output_of_run(
         elif rank_commits.has_run:
             # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
             check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
-    for rank, text in lost_ranks(checkpoints):  # they may be all that is left of its documents
+    for rank, text in JobLedger.read(checkpoints, ranks={}).lost():  # they may be all that is left of its documents
         if found.by_rank[rank]:
             raise OutputMismatch(text)
     check.refuse_other_ranks(found, tasks, retired)
@@ -313,6 +313,6 @@ def _look_at_hub(
         if number := committed_files(check.writer, check.root):
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    lost = [one for each in commits for one in each.files if not found.is_right(one)]
-    found.show(uploads.look_again(lost, looks_for(each.folder for each in commits)))
+    files = (one for each in commits for one in each.files)
+    uploads.look_again(found, files, looks_for(each.folder for each in commits))
     return found

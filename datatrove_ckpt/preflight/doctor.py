@@ -31,7 +31,7 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ask_endpoints, check_servers
+from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder
@@ -275,7 +275,7 @@ _PATIENCE_SECONDS = 10.0
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
-        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ask_endpoints(config)), "endpoint_url")
+        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), "endpoint_url")
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"

@@ -29,19 +29,11 @@ from tempfile import TemporaryDirectory
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.dealt_out import (
-    lost_ranks,
-    older_ranks,
-    refuse_lost_ranks,
-    refuse_lost_shares,
-    refuse_other_number,
-    refuse_unfitting,
-    retired_ranks,
-)
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger, retired_ranks
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, RUN, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -136,7 +128,8 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
     refuse_half_resharded(root)
     skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
-        refuse_unfitting(root)
+        job = JobLedger.read(root)
+        job.check(job.newer(), job.older())
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
     with ExitStack() as stack:
@@ -150,9 +143,10 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
         elif mirror and not dry_run:
             _restore(mirror, folder, missing, plan.tasks)
         wrong = _Check(plan, runner.step, runner.identity, root, folder, skipped).run()
-    refuse_other_number(root, plan.tasks)
+    job = JobLedger.read(root, plan.tasks, ranks={})
+    job.refuse_other_number()
     if not deals_out and not (mirror and dry_run):
-        refuse_lost_ranks(root)
+        job.check(job.lost())
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
@@ -180,14 +174,16 @@ def _restore(url: str, folder: Path, missing: list[int], tasks: int) -> None:
     """
     with suppress(OSError):  # a rank that starts says it
         restore_shares(url, folder)
-    refuse_lost_shares(folder)
-    refuse_other_number(folder, tasks)
+    job = JobLedger.read(folder, tasks)
+    job.check(job.newer())
+    job.refuse_other_number()
     here = folder.is_dir() and rank_numbers(folder)
-    lost = [rank for rank, _ in lost_ranks(folder)] if here else sorted(retired_ranks(folder))
-    older = [rank for rank, _ in older_ranks(folder)]
+    lost = [rank for rank, _ in job.lost()] if here else sorted(job.shares.retired)
+    older = [rank for rank, _ in job.older()]
     with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
         list(pool.map(partial(restore_rank, url, folder, retries=False), sorted({*missing, *lost, *older})))
-    refuse_unfitting(folder)
+    job = JobLedger.read(folder)
+    job.check(job.newer(), job.older())
 
 
 @dataclass

@@ -530,7 +530,7 @@ def _commit(chunk: Chunk, writer: DiskWriter, listed: Mapping[str, HubFile]) -> 
         files=[_output_file(writer, name, listed.get(name)) for name in chunk.files],
         position=chunk.position,
         last_input=chunk.last_input,
-        work=chunk.counts.unsplit(),
+        work=chunk.counts.unsplit().to_json(),
         at=unix_seconds(),
     )
 

@@ -1,6 +1,12 @@
 """The event loop of a run: uvloop's where it is installed (vLLM depends on it), else Python's own.
 
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
+
+And what becomes of a process that user code forked with ``os.fork`` and that does not end itself. Such a fork shares
+the sockets and the open checkpoint files with its rank. If it went on in our code, it would send requests on the rank's
+connections, or write into its files. So it ends at once, and closes nothing (``end_fork``). What it printed is written
+out, as at the end of any Python process. If the error of a task ends it, uvloop lets other rollouts make a step in it
+first, and one of them may give the exit code.
 """
 
 from __future__ import annotations
@@ -11,13 +17,13 @@ import select
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.screen import leave_terminal
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
 _polls: set[int] = set()
@@ -96,6 +102,48 @@ def _leave_polls() -> None:
 if hasattr(select, "epoll"):  # a fork has no copy of a kqueue
     os.register_at_fork(after_in_child=_leave_polls)
 
+_pid = os.getpid()
+
+
+def _note_fork() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout would cost more
+
+
+def end_fork(pid: int, error: BaseException | None = None) -> None:
+    """Ends this process if it is a fork. Call it where user code has returned or raised.
+
+    The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose traceback is
+    printed.
+
+    Args:
+        pid: of the process that called the user code. If it is this process, nothing happens.
+        error: what user code raised.
+    """
+    if _pid == pid:
+        return
+    code = 1
+    try:
+        code = _exit_code(error)
+        leave_terminal()
+    finally:
+        os._exit(code)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     """Like ``Runner.close``, which would wait without a limit for a task that ignores its cancellation.
@@ -129,9 +177,7 @@ def has_left_behind() -> bool:
 def exit_past_threads(code: int) -> None:
     """Ends the process if a rank has left something behind: Python would wait for its threads. Else does nothing."""
     if _left_behind:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
+        leave_terminal()
         os._exit(code)
 
 

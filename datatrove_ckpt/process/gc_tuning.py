@@ -21,7 +21,8 @@ _THRESHOLDS = (100_000, 10, 10)
 
 _lock = threading.Lock()
 _runs = 0
-_before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
+_before = (0, 0, 0)
+_froze = False
 
 
 @contextmanager
@@ -52,39 +53,31 @@ def gc_tuned() -> Iterator[None]:
     runs several ranks enters around them all: what one leaves behind must not be frozen for the next. A collector that
     is switched off stays off, and higher thresholds stay.
     """
-    _enter()
+    global _runs
+    with _lock:
+        _runs += 1
+        if _runs == 1:
+            _tune()
     try:
         yield
     finally:
-        _leave()
+        with _lock:
+            _runs -= 1
+            if not _runs:
+                gc.set_threshold(*_before)
+                if _froze:
+                    gc.unfreeze()
 
 
-def _enter() -> None:
-    global _runs, _before
-    with _lock:
-        _runs += 1
-        if _runs > 1:
-            return
-        before = gc.get_threshold()
-        # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
-        freezes = gc.get_freeze_count() == 0
-        _before = before, freezes
-        if freezes:
-            # Frozen garbage stays until the end of the run. A full collection would take 40 ms, and find hardly any: 5
-            # objects of 70,000 after all imports.
-            gc.collect(1)
-            gc.freeze()
-        if before[0]:  # 0 switches collections off
-            gc.set_threshold(*map(max, before, _THRESHOLDS))
-
-
-def _leave() -> None:
-    global _runs
-    with _lock:
-        _runs -= 1
-        if _runs:
-            return
-        thresholds, froze = _before
-        gc.set_threshold(*thresholds)
-        if froze:
-            gc.unfreeze()
+def _tune() -> None:
+    global _before, _froze
+    _before = gc.get_threshold()
+    # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
+    _froze = gc.get_freeze_count() == 0
+    if _froze:
+        # Frozen garbage stays until the end of the run. A full collection would take 40 ms, and find hardly any: 5
+        # objects of 70,000 after all imports.
+        gc.collect(1)
+        gc.freeze()
+    if _before[0]:  # 0 switches collections off
+        gc.set_threshold(*map(max, _before, _THRESHOLDS))

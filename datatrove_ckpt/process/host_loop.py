@@ -15,7 +15,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -36,19 +36,14 @@ class HostLoop:
         self._loop = loop
         self._shutdown: Shutdown | None = None
 
-    def run(self, main: Awaitable[_Result]) -> _Result:
+    def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs this on the caller's loop, and waits for it in this thread.
 
         Raises:
             Preempted: the loop has cancelled it.
         """
-
-        async def run() -> _Result:
-            return await main
-
-        coroutine: Coroutine[Any, Any, _Result] = run()
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+            return asyncio.run_coroutine_threadsafe(main, self._loop).result()
         except concurrent.futures.CancelledError:
             assert self._shutdown is not None
             self._shutdown.request(_CAUSE)
@@ -73,16 +68,12 @@ class HostLoop:
                 self._shutdown.fast_stop()
 
 
-class _OfThread(threading.local):
-    host: HostLoop | None = None
-
-
-_of_thread = _OfThread()
+_host = contextvars.ContextVar[HostLoop | None]("host", default=None)
 
 
 def host_loop() -> HostLoop | None:
-    """The event loop that this thread's rank runs on, if that is not its own."""
-    return _of_thread.host
+    """The event loop that this rank runs on, if that is not its own."""
+    return _host.get()
 
 
 async def run_hosted(run: Callable[[], None], name: str) -> None:
@@ -99,9 +90,9 @@ async def run_hosted(run: Callable[[], None], name: str) -> None:
     host = HostLoop(loop)
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     context = contextvars.copy_context()
+    context.run(_host.set, host)
 
     def work() -> None:
-        _of_thread.host = host
         error: BaseException | None = None
         try:
             context.run(run)

@@ -115,7 +115,11 @@ def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
                     raise end from None  # the rank's own end, as its context, would add nothing
                 ends = ends or number
     if is_pool_worker():
-        _fail_task(ends, shutdown)
+        error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
+        try:
+            raise error from None
+        finally:
+            del error  # else this frame and the error's traceback would hold each other
 
 
 def _exit(number: int) -> NoReturn:
@@ -125,13 +129,14 @@ def _exit(number: int) -> NoReturn:
         end_by(number)
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
         # Python waits for such threads at its exit, without a limit. The signal's default action would not.
-        threading.Thread(target=_end_late, args=(number,), daemon=True).start()
+        _call_later(_EXIT_SECONDS, end_by, number)
     raise SystemExit(128 + number)
 
 
-def _end_late(number: int) -> None:
-    time.sleep(_EXIT_SECONDS)
-    end_by(number)
+def _call_later(seconds: float, end: Callable[[int], object], number: int) -> None:
+    timer = threading.Timer(seconds, end, [number])
+    timer.daemon = True
+    timer.start()
 
 
 def end_by(number: int) -> NoReturn:
@@ -142,27 +147,19 @@ def end_by(number: int) -> NoReturn:
     os._exit(128 + number)  # the signal is blocked, or another thread takes its time
 
 
-def _fail_task(ends: int, shutdown: Shutdown) -> NoReturn:
-    """Fails a pool's task.
+class _Handed(Preempted):
+    """Fails a pool's task, and ends the process once the pool's worker has sent this error: then it holds no lock.
 
     Args:
-        ends: the signal of which the worker ends once it has handed in the error; 0: it does not.
+        number: the signal of which the worker ends; 0: it does not.
+        seconds: how long it may take until the worker sends the error.
     """
-    error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
-    try:
-        raise error from None
-    finally:
-        del error  # else this frame and the error's traceback would hold each other
-
-
-class _Handed(Preempted):
-    """Ends the process once the pool's worker has sent this error: then the worker lets go of it, and holds no lock."""
 
     def __init__(self, message: str, number: int, seconds: float) -> None:
         super().__init__(message)
         self._number = number
-        if number:
-            _leave_late(number, seconds)
+        if number:  # if a pool that has ended takes no results any more, or somebody else keeps the error
+            _call_later(seconds, end_by, number)
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
         """Called when the error is sent; its traceback goes as text."""
@@ -170,28 +167,13 @@ class _Handed(Preempted):
             # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
             self.__traceback__ = self.__context__ = None
             gc.collect()
-            weakref.finalize(self, _leave, self._number).atexit = False
-            _leave_late(self._number, _SEND_SECONDS)
+            weakref.finalize(self, end_by, self._number).atexit = False
+            _call_later(_SEND_SECONDS, end_by, self._number)
         return Preempted, self.args
 
 
 _Handed.__module__, _Handed.__qualname__ = Preempted.__module__, Preempted.__qualname__  # in logs it is one
 _Handed.__name__ = Preempted.__name__
-
-
-def _leave_late(number: int, seconds: float) -> None:
-    """If a pool that has ended takes no results any more, or somebody else keeps the error."""
-
-    def leave() -> None:
-        time.sleep(seconds)
-        _leave(number)
-
-    threading.Thread(target=leave, daemon=True).start()
-
-
-def _leave(number: int) -> None:
-    leave_terminal()
-    os._exit(128 + number)
 
 
 # All times are seconds.

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Self, TextIO
 
 import multiprocess
@@ -32,7 +32,6 @@ _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _LONGEST_LEFT = 1e9  # a longer time left is chance
 _SAMPLE_SECONDS = 1.0
-_PACE_SECONDS = 30.0
 _LEAST_CELLS, _MOST_CELLS = 8, 40
 
 
@@ -89,28 +88,6 @@ class _Sample(NamedTuple):
     share: float
 
 
-class _Pace:
-    """How fast one rank goes through its input: its share at times of the last ten minutes."""
-
-    def __init__(self, at: float, share: float) -> None:
-        self._first = at, share
-        self._recent = deque([self._first])
-
-    def note(self, at: float, share: float) -> None:
-        if share == self._first[1]:  # its server starts: that is no pace
-            self._first = at, share
-            self._recent = deque([self._first])
-        if at - self._recent[-1][0] >= _PACE_SECONDS:
-            self._recent.append((at, share))
-        while self._recent[0][0] < at - _TIME_LEFT_SECONDS and len(self._recent) > 1:
-            self._recent.popleft()
-
-    def seconds_left(self, now: float, share: float) -> float:
-        """0 if the rank has not moved yet, so that nothing is known."""
-        at, before = self._recent[0] if share > self._recent[0][1] else self._first
-        return (1.0 - share) * (now - at) / (share - before) if share > before else 0.0
-
-
 class RunProgress:
     """All ranks of one command.
 
@@ -130,7 +107,7 @@ class RunProgress:
         self._documents_before = documents
         self._last: dict[int, RankProgress] = {}
         self._done: set[int] = set()
-        self._paces: dict[int, _Pace] = {}
+        self._begun: dict[int, tuple[float, float]] = {}  # when each rank was first at work, and its share then
         self._work = [0, 0, 0]
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
@@ -146,12 +123,13 @@ class RunProgress:
         if last is not None and last.attempt == progress.attempt:
             before = last.work
         else:
-            self._paces.pop(rank, None)
+            self._begun.pop(rank, None)
         grown = (now - then for now, then in zip(progress.work, before, strict=True))
         self._work = [known + max(0, more) for known, more in zip(self._work, grown, strict=True)]
         if (share := progress.share) is not None:
             self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
-            self._paces.setdefault(rank, _Pace(self._clock(), share)).note(self._clock(), share)
+            if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
+                self._begun[rank] = self._clock(), share
 
     def _gain(self, rank: int, share: float, before: float) -> None:
         """A short task reports too seldom to be seen at work, so what it had ``before`` its first share counts, too."""
@@ -186,14 +164,9 @@ class RunProgress:
         return self._documents_before + sum(progress.documents for progress in self._last.values())
 
     @property
-    def finished(self) -> int:
-        """Documents that this command finished."""
-        return self._work[0]
-
-    @property
-    def requests(self) -> int:
-        """Requests that ended in this command."""
-        return self._work[1]
+    def work(self) -> list[int]:
+        """In this command: documents, requests, tokens."""
+        return self._work
 
     @property
     def complete_ranks(self) -> int:
@@ -242,9 +215,11 @@ class RunProgress:
         if share is None or self._gained <= first.share or now <= first.at:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
-        at_work = ((pace, self._last[rank].share) for rank, pace in self._paces.items() if rank not in self._done)
-        alone = (pace.seconds_left(now, share) for pace, share in at_work if share)
-        left = max([(1.0 - share) / rate, *alone])
+        left = (1.0 - share) / rate
+        for rank, (at, before) in self._begun.items():
+            moved = (self._last[rank].share or 0.0) - before
+            if rank not in self._done and moved > 0:
+                left = max(left, (1.0 - before - moved) * (now - at) / moved)
         return left if left < _LONGEST_LEFT else None
 
     def _since(self, at: float) -> _Sample:
@@ -264,9 +239,9 @@ class RunProgress:
         """The text of a line in the log."""
         share, left, rates = self.share, self.seconds_left, self.rates
         parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
-        parts.append(f"{plural(self.documents, 'document')} done, {self.finished} of them in this run")
+        parts.append(f"{plural(self.documents, 'document')} done, {self._work[0]} of them in this run")
         parts += [f"{self.complete_ranks} of {plural(self.ranks, 'task')}"] if self.ranks > 1 else []
-        parts.append(plural(self.requests, "request"))
+        parts.append(plural(self._work[1], "request"))
         parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
         parts += [] if left is None else [f"{duration(left)} left"]
         parts += [self.state] if self.state else []
@@ -356,8 +331,7 @@ class BarTerminal:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            if self._bar and not self._is_partial:
-                self._put(_CLEAR)
+            self.remove()
             self._is_open, self._bar = False, ""
         for name, above in self._replaced.items():
             above.flush()
@@ -491,50 +465,31 @@ Report = Callable[[int, RankProgress], object]
 _report: Report | None = None
 
 
-class LogLines:
-    """Lines about a run in the log: the first one after 10 seconds, then one each interval.
+class Screen:
+    """``with Screen(progress, interval) as screen:`` around the ranks of a command.
+
+    Without a terminal it logs lines: the first one after 10 seconds, then one each interval. Outside of a ``with``
+    block it does nothing else.
 
     Args:
-        interval: seconds.
-        log: how a line is logged.
+        progress: what is shown.
+        interval: seconds between two lines in the log.
         clock: like ``time.monotonic``.
+        log: how a line is logged.
     """
 
     def __init__(
         self,
         progress: RunProgress,
         interval: float,
-        log: Callable[[str], object] = logger.info,
         clock: Callable[[], float] = time.monotonic,
+        log: Callable[[str], object] = logger.info,
     ) -> None:
         self.progress = progress
         self._interval = interval
+        self._clock = clock
         self._log = log
-        self._clock = clock
         self._next = clock() + min(_FIRST_LINE_SECONDS, interval)
-
-    def tick(self) -> None:
-        """Logs a line if it is time for one. To be called about once a second."""
-        self.progress.sample()
-        if (now := self._clock()) >= self._next:
-            self._next = now + self._interval
-            self._log(self.progress.line())
-
-
-class Screen:
-    """``with Screen(progress, interval) as screen:`` around the ranks of a command.
-
-    Args:
-        progress: what is shown.
-        interval: seconds between two lines in the log, see ``LogLines``.
-        clock: like ``time.monotonic``.
-    """
-
-    def __init__(self, progress: RunProgress, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.progress = progress
-        self._lines = LogLines(progress, interval, clock=clock)
-        self._clock = clock
-        self._drawn_at = 0.0
         self._terminal: BarTerminal | None = None
         self._outer = _report
 
@@ -548,6 +503,7 @@ class Screen:
         if has_terminal() and multiprocess.parent_process() is None:
             self._terminal = BarTerminal(lambda columns: bar(self.progress, columns)).__enter__()
             self._terminal.draw()
+            self._next = 0.0
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -565,16 +521,20 @@ class Screen:
     def complete(self, rank: int) -> None:
         """A rank is complete."""
         self.progress.complete(rank)
-        self._drawn_at = 0.0
+        if self._terminal is not None:
+            self._next = 0.0
         self.tick()
 
     def tick(self) -> None:
-        """Draws the bar, or logs a line if it is time for one. To be called about every ``TICK_SECONDS``."""
+        """Draws the bar, or logs a line, if it is time for that. To be called about every ``TICK_SECONDS``."""
+        self.progress.sample()
+        if (now := self._clock()) < self._next:
+            return
         if self._terminal is None:
-            self._lines.tick()
-        elif (now := self._clock()) >= self._drawn_at + TICK_SECONDS / 2:
-            self._drawn_at = now
-            self.progress.sample()
+            self._next = now + self._interval
+            self._log(self.progress.line())
+        else:
+            self._next = now + TICK_SECONDS / 2
             self._terminal.draw()
 
 
@@ -593,10 +553,7 @@ def reporting_to(report: Report, below: bool) -> Iterator[None]:
     global _report
     before, _report = _report, report
     try:
-        if below and has_terminal():
-            with BarTerminal():
-                yield
-        else:
+        with BarTerminal() if below and has_terminal() else nullcontext():
             yield
     finally:
         _report = before

@@ -1,9 +1,8 @@
 """Shutdown: the one place that knows whether a rank ends early, and how quickly. Whoever waits, waits on it.
 
-    RUNNING      nobody has asked for a stop
-    DRAINING     a stop is requested: nothing new starts, and requests in flight have until ``deadline``
-    FAST_STOP    a second signal came: nothing is waited for
-    ABORTED      what is in work is cut off, and not recorded: the drain is over, or the rank has failed
+    ``is_requested``   nothing new starts, and requests in flight have until ``deadline``
+    ``is_fast``        a second signal came: nothing is waited for
+    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or the rank has failed
 
 Signal handlers drive it (``preemption.py``). ``generation/scheduler.py`` has the order of a stop.
 
@@ -14,26 +13,39 @@ lock or logs, and no callback may.
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
 import queue
+import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from datatrove_ckpt.errors import Preempted
+from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process.event_loop import call_soon
-from datatrove_ckpt.process.timed_queue import get_within
+
+T = TypeVar("T")
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+"""Request a stop by default."""
+# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
+DRAIN_SECONDS = 20.0
 
 
-class StopState(enum.Enum):
-    """See the module."""
+def check_signals(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names unchanged.
 
-    RUNNING = enum.auto()
-    DRAINING = enum.auto()
-    FAST_STOP = enum.auto()
-    ABORTED = enum.auto()
+    Raises:
+        ConfigError: a name is not a signal, or a signal that no process can catch.
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}.")
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise ConfigError(f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM.")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ConfigError(f"drain_signals: no process can catch {name}.")
+    return tuple(names)
 
 
 class Shutdown:
@@ -99,12 +111,6 @@ class Shutdown:
         self._changed()
 
     # what it is ---------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> StopState:
-        if self.aborted:
-            return StopState.ABORTED
-        return StopState.FAST_STOP if self.is_fast else StopState.DRAINING if self.cause else StopState.RUNNING
 
     @property
     def is_requested(self) -> bool:
@@ -249,6 +255,23 @@ class Shutdown:
                         return True
                 except queue.Empty:
                     return False
+
+
+def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
+    """The next item. For queues that one thread reads. ``seconds`` None: without a limit.
+
+    ``SimpleQueue.get`` with a timeout, without a fault of CPython (seen in 3.11).
+
+    Raises:
+        queue.Empty: there was none within that time.
+    """
+    # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how much of its time is
+    # left before it waits, and waits for good if that is negative: a thread that had to wait for a processor just then.
+    # After a look that found nothing, the lock is taken.
+    try:
+        return items.get_nowait()
+    except queue.Empty:
+        return items.get(timeout=seconds)
 
 
 async def wait_until_cancelled() -> NoReturn:

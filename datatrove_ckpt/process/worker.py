@@ -5,28 +5,24 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import fsspec.asyn
-import multiprocess
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
-from datatrove_ckpt.process.forks import end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.parent_watch import kill_after
+from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
 from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
-_LENGTH = 8  # bytes
 
 _is_worker = False
 _slot: int | None = None
@@ -61,34 +57,6 @@ class Reported(NamedTuple):
 
     rank: int
     progress: RankProgress
-
-
-class Inbox:
-    """The messages of one worker, for its parent. It never waits, not even for the rest of a message.
-
-    Attributes:
-        is_closed: no more can come.
-    """
-
-    def __init__(self, connection: Any) -> None:
-        self._descriptor = connection.fileno()
-        self._data = bytearray()
-        self.is_closed = False
-        os.set_blocking(self._descriptor, False)
-
-    def messages(self) -> Iterator[Any]:
-        """Those that have come."""
-        with suppress(OSError):  # nothing more has come, or the process has ended
-            while data := os.read(self._descriptor, 1 << 16):
-                self._data += data
-            self.is_closed = True
-        while len(self._data) >= _LENGTH:
-            end = _LENGTH + int.from_bytes(self._data[:_LENGTH])
-            if len(self._data) < end:
-                return
-            message = bytes(self._data[_LENGTH:end])
-            del self._data[:end]
-            yield ForkingPickler.loads(message)
 
 
 def is_worker() -> bool:
@@ -129,7 +97,7 @@ def work(
         os.environ.clear()
         os.environ.update(environment)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
-    _die_with(parent)
+    die_with_parent(parent)
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
     worker = _Worker(connection, numbers, task, slot)
@@ -152,28 +120,21 @@ class _Worker:
     def serve(self) -> None:
         """Runs tasks until the parent has no more, is gone, or a signal came."""
         try:
-            self._send(READY)
+            self._connection.send(READY)
             while self._stop_signal is None and (number := self._connection.recv()) is not None:
-                self._send(self._outcome(number))
+                self._connection.send(self._outcome(number))
         except (EOFError, OSError):  # of the connection: the parent is gone
             pass
         finally:
             self._work.close()
             with suppress(OSError):
-                self._send(CLOSED)
+                self._connection.send(CLOSED)
 
     def report(self, rank: int, progress: RankProgress) -> None:
         """Tells the parent where a rank stands, unless that would wait: the parent may be busy."""
         with suppress(OSError):  # the parent is gone
             if select.select([], [self._connection.fileno()], [], 0)[1]:
-                self._send(Reported(rank, progress))
-
-    def _send(self, message: object) -> None:
-        """As ``Inbox`` reads it."""
-        data = memoryview(ForkingPickler.dumps(message))
-        data = memoryview(len(data).to_bytes(_LENGTH) + data)
-        while data:
-            data = data[os.write(self._connection.fileno(), data) :]
+                self._connection.send(Reported(rank, progress))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # something that a task forked
@@ -215,19 +176,3 @@ def _sendable(error: BaseException, number: int) -> Exception:
     if not getattr(error, "__notes__", ()):  # a note says which log has it
         error.add_note(f"In the worker process of task {number}:\n{text}")
     return error
-
-
-def _die_with(parent: int) -> None:
-    """Lets SIGKILL end this process as soon as the parent is gone: its tasks must be free for the next run."""
-    process = multiprocess.parent_process()
-    assert process is not None
-    wait: Callable[[], object] = process.join
-    if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
-        try:
-            handle = os.pidfd_open(parent)
-            wait = partial(select.select, [handle], [], [])
-        except ProcessLookupError:
-            os._exit(1)
-        except OSError:  # the kernel or the container knows no pidfds
-            pass
-    kill_after(wait)

@@ -37,7 +37,7 @@ from multiprocess import forkserver, resource_tracker
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
-from datatrove_ckpt.process.worker import CLOSED, READY, Inbox, Outcome, Reported, Work, work
+from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
 from datatrove_ckpt.redaction import HiddenDict
 
 SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time are the same request to stop
@@ -45,6 +45,7 @@ SAME_EVENT = 1.0  # seconds: signals that follow the first one within this time 
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 _LONGEST_WAIT = 3600.0
+_KEPT = (signal.SIG_IGN, None)  # a signal that is ignored, as under nohup; a handler that Python cannot restore
 
 
 class Stopped(Exception):
@@ -60,6 +61,7 @@ class _Process:
         self.is_ready = False  # for a task
         self.was_ready = False
         self.ends_by: float | None = None  # it is killed then
+        self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
         arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot, below_bar)
@@ -68,21 +70,27 @@ class _Process:
             self.process.start()
         finally:
             theirs.close()
-        self._handle = _handle(self.process.pid)
-        self.inbox = Inbox(self.connection)
+        self._handle: int | None = None  # it has ended, or there are no pidfds here
+        if sys.platform == "linux":
+            with suppress(OSError):  # it has ended, or the kernel or the container knows no pidfds
+                self._handle = os.pidfd_open(self.process.pid)
 
     @property
     def sentinel(self) -> int:
         """Becomes readable when the process has ended. multiprocess's own also does when the fork server has ended."""
         return self._handle if self._handle is not None else int(self.process.sentinel)
 
+    def messages(self) -> Iterator[Any]:
+        """Those that have come."""
+        try:
+            while self.connection.poll():
+                yield self.connection.recv()
+        except (EOFError, OSError):
+            self.is_silent = True
+
     def send(self, message: object) -> None:
         with suppress(OSError):  # it has ended: its sentinel tells
             self.connection.send(message)
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(connections.wait([self.sentinel], 0))
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -140,7 +148,7 @@ class Workers:
         self._context = context
         self._count = count
         self._work = work
-        self._numbers = [number for number in sorted(set(numbers)) if _is_handled(number)]
+        self._numbers = [number for number in sorted(set(numbers)) if signal.getsignal(number) not in _KEPT]
         self._max_attempts = max_attempts
         self._stop_seconds = stop_seconds
         self._screen = screen
@@ -151,7 +159,6 @@ class Workers:
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks are told to stop
         self._requests = 0
-        self._is_hurried = False
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
         self._previous: dict[int, Any] = {}
@@ -242,7 +249,7 @@ class Workers:
         limits += [] if self._screen is None else [time.monotonic() + TICK_SECONDS]
         seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
-        open_ = [worker.connection for worker in self._workers if not worker.inbox.is_closed]
+        open_ = [worker.connection for worker in self._workers if not worker.is_silent]
         ready = connections.wait([*sources, *open_], seconds)
         if self._woken in ready:
             os.read(self._woken, 4096)
@@ -250,8 +257,8 @@ class Workers:
             self._screen.tick()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
-        has_ended = worker.has_ended  # first: what it sent before its end has come then
-        for message in worker.inbox.messages():
+        has_ended = connections.wait([worker.sentinel], 0)  # first: what it sent before its end has come then
+        for message in worker.messages():
             if message == READY:
                 worker.is_ready = worker.was_ready = True
                 self._failed_starts = 0
@@ -331,10 +338,8 @@ class Workers:
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)
-        if self._requests > 1 and not self._is_hurried:
-            self._is_hurried = True
-            for worker in self._workers:
-                worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
+                if self._requests > 1:
+                    worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
 
     def _kill_late(self) -> None:
         for worker in self._workers:
@@ -355,21 +360,6 @@ def end_as(number: int) -> NoReturn:
         raise SystemExit(128 + number)
     signal.raise_signal(number)
     raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
-
-
-def _is_handled(number: int) -> bool:
-    """Not if this process ignores it, as under nohup, or has a handler that Python cannot restore."""
-    return signal.getsignal(number) not in (signal.SIG_IGN, None)
-
-
-def _handle(pid: int | None) -> int | None:
-    """A file descriptor for the process. None: it has ended, or there are no pidfds here."""
-    if sys.platform != "linux" or pid is None:
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # it has ended, or the kernel or the container knows no pidfds
-        return None
 
 
 def _cannot_start(why: str) -> WorkerDied:

@@ -45,7 +45,6 @@ from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
     FilePosition,
     FileRead,
-    FileReading,
     FileState,
     Position,
     PositionedDocument,
@@ -307,8 +306,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 file = self._begin_file(start, shard, digest, inputs, index, extent, before)
                 skipped_before, in_file = start.skipped, file_position != ()
                 place = int(shard[0]), documents + passed
-                reading = FileReading(self._read_part(inputs, index, file_position, row_shard, place))
-                for document, after in reading:
+                for document, after in self._read_part(inputs, index, file_position, row_shard, place):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
@@ -326,7 +324,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 is_part = row_shard != ALL_ROWS or not part_of(inputs, index).is_whole
                 start.note_skipped(inputs.names[index], skipped_before, in_file or is_part)
                 files_bar.update()
-                self._end_file(inputs, index, digest, documents - before, reading)
+                self._end_file(inputs, index, digest, documents - before, file.file)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
@@ -336,6 +334,20 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
+
+    def _end_file(
+        self, inputs: Inputs, index: int, digest: Digest, documents: int, extent: FileExtent | None = None
+    ) -> None:
+        self.stat_update("documents", value=documents, unit="input_file")
+        if extent is not None and self._may_grow(inputs.names[index]):
+            inputs.note_size(index, extent.end)
+        digest.add(inputs.names[index], inputs.size(index))
+
+    # States --------------------------------------------------------------------------------------------------------
+
+    def _reader_state(self, number: int) -> State:
+        """The state before the first document."""
+        return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
 
     def _begin_file(
         self,
@@ -347,35 +359,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         extent: InputExtent,
         documents: int,
     ) -> FileState:
-        logger.log(self._file_level, f"Reading input file {inputs.names[index]}, {index + 1}/{len(inputs.names)}")
-        file = self._file_state(start, shard, digest, inputs, index)
-        file.shared["file"]["first"] = documents
-        file.input, file.file = extent, extent.file(index, inputs.bytes_before(index, digest.bytes), inputs.size(index))
-        file.file.begin = part_of(inputs, index).begin
-        self._file_extent = file.file
-        return file
-
-    def _end_file(
-        self, inputs: Inputs, index: int, digest: Digest, documents: int, reading: FileReading | None = None
-    ) -> None:
-        self.stat_update("documents", value=documents, unit="input_file")
-        if reading is not None and self._may_grow(inputs.names[index]):
-            inputs.note_size(index, reading.size)
-        digest.add(inputs.names[index], inputs.size(index))
-
-    # States --------------------------------------------------------------------------------------------------------
-
-    def _reader_state(self, number: int) -> State:
-        """The state before the first document."""
-        return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
-
-    def _file_state(self, start: ReaderStart, shard: ShardKey, digest: Digest, inputs: Inputs, index: int) -> FileState:
         name, size = inputs.names[index], inputs.size(index)
-        current = {"name": shorten(name), "size": size}
+        logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
+        current = {"name": shorten(name), "size": size, "first": documents}
         if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
             current["hash"] = inputs.fingerprint(index, size, whole=True)
         read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
-        return FileState(self._reader_state(start.number) | read)
+        read |= {"commit": inputs.commit} if inputs.commit else {}
+        self._file_extent = extent.file(index, inputs.bytes_before(index, digest.bytes), size)
+        self._file_extent.begin = part_of(inputs, index).begin
+        return FileState(self._reader_state(start.number) | read, extent, self._file_extent)
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 # Compressed bytes per call. Small, because one block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
-_MAGIC = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "xz": b"\xfd7zXZ"}
-_ZSTD_MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one that is to be skipped
 # Names that fsspec does not know unless the library is installed: it would read such a file as if it were text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _INSTALL = {
@@ -53,9 +50,7 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
 
     Raises:
         ConfigError: the library for this compression is not installed.
-        InputError: the file begins with other bytes than this compression.
     """
-    _check_magic(file, codec, name)
     if codec == "zstd":
         try:
             import zstandard  # noqa: F401
@@ -71,21 +66,6 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
     return cast("io.RawIOBase", compr[codec](file, mode="r"))
 
 
-def _check_magic(file: IO[bytes], codec: str, name: str) -> None:
-    beginning = file.read(6)
-    file.seek(0)
-    magic = _MAGIC.get(codec, b"")
-    is_other = not beginning.startswith(magic[: len(beginning)])
-    if codec == "zstd" and len(beginning) >= 4:
-        is_other = _ZSTD_MAGIC.match(beginning) is None
-    if is_other:
-        raise InputError(
-            f"The input file {name!r} is no {codec} file, although its name, or compression, says so: it begins with "
-            f"{beginning!r}. If it is not compressed, give it another name; else replace it by a complete copy. Then "
-            "run the same command again."
-        )
-
-
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
     """Turns what a decompressor, or pyarrow, raises into an error that names the file.
@@ -99,8 +79,9 @@ def naming_damage(name: str) -> Iterator[None]:
         if not _is_damage(error):
             raise
         raise InputError(
-            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete copy and run the same "
-            "command again: what was read of it before must be the same, and is kept."
+            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete copy, or correct its "
+            "name if that is the one of another format or compression, and run the same command again: what was read "
+            "of it before must be the same, and is kept."
         ) from error
 
 

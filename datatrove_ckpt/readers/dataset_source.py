@@ -17,7 +17,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from datatrove.io import DataFolder
@@ -35,7 +34,6 @@ _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(
 Count = Callable[[int], object]
 _LISTS_OF_NAMES = ("original_files", "base_files", "files", "tar_paths", "lance_files_paths")
 _SAMPLED_ROWS = 32
-_PATHS_PER_REQUEST = 500
 
 
 class DatasetFiles:
@@ -112,7 +110,7 @@ class DatasetInputs(Inputs):
                 self._sample = _sample_rows(self.dataset)
             return self._sample
         info = self.info(index)
-        if known := info.get("sha256") or info.get("blob_id"):
+        if known := (info.get("lfs") or {}).get("sha256") or info.get("blob_id"):
             return str(known)
         return _sample_file(self.urls[index], size, self.token) if size else ""
 
@@ -120,16 +118,28 @@ class DatasetInputs(Inputs):
         return self.fingerprint(index, self.size(index), whole=True)
 
     def _look_up(self, index: int) -> dict[int, dict[str, Any]]:
-        found = _HUB_FILE.fullmatch(_innermost(self.urls[index]))
-        if found is None:
-            return {index: _local_info(self.urls[index], self.token)}
-        paths = {}
-        for number, url in enumerate(self.urls):
-            other = _HUB_FILE.fullmatch(_innermost(url))
-            if other is not None and other.group("repository", "commit") == found.group("repository", "commit"):
-                paths[number] = other["path"]
-        infos = _hub_infos(found["repository"], found["commit"], sorted(set(paths.values())), self.token)
-        if paths[index] not in infos:
+        """Of a shard on the hub, what is known of all shards in its folder, in one go.
+
+        A shard without a file, or on a server that tells no size, has size 0.
+        """
+        paths = {number: _innermost(url) for number, url in enumerate(self.urls)}
+        url = paths[index]
+        if "/" not in url:
+            return {index: {"size": 0}}
+        found = _HUB_FILE.fullmatch(url)
+        fs, path = _file_system(url, self.token)
+        try:
+            if found is None:
+                return {index: retrying.READING.run(lambda: fs.info(path), url)}
+            listed = retrying.READING.run(lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url)
+        except Exception as error:
+            if found is None and not isinstance(error, FileNotFoundError):  # an HTTP server may refuse HEAD
+                return {index: {"size": 0}}
+            if found is None or (http_status(error) is None and not isinstance(error, OSError)):
+                raise
+            raise InputError(explain_hub_error(found["repository"], error, found["commit"])) from error
+        infos = {f"hf://{info['name']}": info for info in listed}
+        if url not in infos:
             raise FileNotFoundError(self.urls[index])
         return {number: infos[path] for number, path in paths.items() if path in infos}
 
@@ -196,20 +206,6 @@ def _paths(found: Sequence[Any]) -> list[str]:
 # What is known of a file ---------------------------------------------------------------------------------------------
 
 
-def _local_info(url: str, token: str | bool | None) -> dict[str, Any]:
-    """A shard without a file, or a server that tells no size, has size 0."""
-    if "/" not in url:
-        return {"size": 0}
-    try:
-        fs, path = _file_system(_innermost(url), token)
-        found: dict[str, Any] = retrying.READING.run(lambda: fs.info(path), url)
-        return found
-    except FileNotFoundError:
-        raise
-    except Exception:  # an HTTP server may refuse HEAD
-        return {"size": 0}
-
-
 def _sample_file(url: str, size: int, token: str | bool | None) -> str:
     fs, path = _file_system(_innermost(url), token)
     folder, _, name = path.rpartition("/")
@@ -222,32 +218,6 @@ def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
     options = {"token": token} if url.startswith("hf://") and token is not None else {}
     found: tuple[Any, str] = url_to_fs(url, **options)
     return found
-
-
-def _hub_infos(
-    repository: str, commit: str, paths: Sequence[str], token: str | bool | None
-) -> dict[str, dict[str, Any]]:
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    infos: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(paths), _PATHS_PER_REQUEST):
-        some = list(paths[start : start + _PATHS_PER_REQUEST])
-        look_up = partial(api.get_paths_info, repository, some, revision=commit, repo_type="dataset")
-        try:
-            found = retrying.READING.run(look_up, f"the files of {repository}")
-        except Exception as error:
-            if http_status(error) is None and not isinstance(error, OSError):
-                raise
-            raise InputError(explain_hub_error(repository, error, commit)) from error
-        for file in found:
-            sha256 = getattr(getattr(file, "lfs", None), "sha256", None)
-            infos[file.path] = {
-                "size": getattr(file, "size", 0),
-                "sha256": sha256,
-                "blob_id": getattr(file, "blob_id", None),
-            }
-    return infos
 
 
 def _sample_rows(dataset: Any) -> str:
@@ -330,17 +300,8 @@ class _Rows:
     def iter_arrow(self) -> Callable[[], Iterator[tuple[Any, Any]]] | None:
         return self._tables if self._source.iter_arrow else None
 
-    @property
-    def is_typed(self) -> Any:
-        return self._source.is_typed
-
-    @property
-    def features(self) -> Any:
-        return self._source.features
-
-    @property
-    def sleep_on_threads_shutdown(self) -> Any:
-        return self._source.sleep_on_threads_shutdown
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def _init_state_dict(self) -> dict[str, Any]:
         return {}  # positions are counted by the reader

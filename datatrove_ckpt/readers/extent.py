@@ -60,6 +60,7 @@ class FileExtent:
         rows: in the file, for the scale "row"; None: not known.
         begin: the place where the reading of the file begins, if only a part of it is read.
         stored, content: bytes of a compressed file that were read so far, and what they were decompressed to.
+        end: where the reading of a file ended that may grow meanwhile; None before the end.
     """
 
     before: float = 0.0
@@ -72,6 +73,7 @@ class FileExtent:
     begin: tuple[int, ...] = ()
     stored: int = 0
     content: int = 0
+    end: int | None = None
 
     def set_groups(self, rows: list[int]) -> None:
         """The groups have so many rows, in the order in which they are read."""

@@ -34,7 +34,6 @@ from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
     FileRead,
-    FileState,
     Row,
     RowShard,
     State,
@@ -151,11 +150,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             raise ConfigError("shuffle_seed: HuggingFaceDatasetReader cannot shuffle by a seed. Leave it out.")
         return self._open((state or {}).get("commit")).of_rank(rank, world_size)
 
-    def _file_state(self, start: Any, shard: Any, digest: Any, inputs: Inputs, index: int) -> FileState:
-        found = super()._file_state(start, shard, digest, inputs, index)
-        commit = inputs.commit if isinstance(inputs, DatasetInputs) else None
-        return FileState(found.shared | ({"commit": commit} if commit else {}))
-
     def _input_extent(self, inputs: Inputs) -> InputExtent:
         return InputExtent(inputs, self.limit, _count_rows(inputs))
 
@@ -186,7 +180,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                         documents += document is not None
                         made.append((document or Skipped.WITHOUT_TEXT, (row,)))
                 yield from made
-        return None
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         if not self._has_default_adapter():

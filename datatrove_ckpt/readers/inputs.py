@@ -1,10 +1,9 @@
 """Checks that an input is still the one that a position was made for, and explains what has changed.
 
 A state is too small for ten thousand names and sizes. Of the files that were read to their end it keeps a ``Digest``:
-their number and total size, one hash over all of them, short hashes over at most 32 groups of neighbours, and the XOR
-of their names. The hash over all shows *that* something differs. The others show *what*: they give the group with the
-first difference. There each change of a single file is tried until the hash fits: one file new, gone, renamed or
-resized. The XOR gives back the name of a file that does not exist any more.
+their number and total size, the XOR of their hashes, and the XOR of their names. The hash shows *that* something
+differs. To show *what*, each change of a single file is tried until the hash fits: one file new, gone, renamed or
+resized. The XOR of the names gives back the name of a file that does not exist any more.
 
 Of the current file a state keeps name, size and a hash of its first (and last) 64 kB. Files that were read to their end
 are not read again: on resume that would cost what seeking saves.
@@ -36,9 +35,7 @@ from datatrove_ckpt.readers.positions import ALL_ROWS, PLAIN_INTEGER, FilePositi
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.steps import plain_settings
 
-_GROUPS = 32
 _NAME_BYTES = 64
-_TRIED = 500
 _UNEVEN = 0.01
 _SAMPLE = 2**16
 # What file systems call a value that changes with a file's content.
@@ -68,6 +65,8 @@ class Inputs:
 
     row_shard: tuple[int, int] = (0, 1)
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
+    commit: str | None = None
+    """Of a dataset on the hub."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[int, dict[str, Any]] | None = None
@@ -166,12 +165,10 @@ class Inputs:
     def check_all(self, before: State) -> None:
         """Checks that these are exactly the files of a digest's state, also those that were not read yet.
 
-        ``before`` may lack ``groups``, which costs time and names if there are many files and some have changed.
-
         Raises:
-            CheckpointMismatch: some are gone, new, renamed or resized. The message names them as far as it can.
+            CheckpointMismatch: some are gone, new, renamed or resized. The message names the file if it is one.
         """
-        if before.items() <= self.digest(len(self.names)).state().items():
+        if self.digest(len(self.names)).is_of(before):
             return
         entries = [(name, self.known_size(index)) for index, name in enumerate(self.names)]
         changes = "".join(_describe_all_changes(entries, before))
@@ -199,7 +196,7 @@ class Inputs:
         count = before["files"]
         if count < len(self.names) and shorten(self.names[count]) == current:
             digest = self.digest(count)
-            if digest.state() == before:
+            if digest.is_of(before):
                 return digest
         changes = "".join(_describe_changes(self, before, current))
         advice = remedy("Take it out" if " is new, " in changes else "Restore it")
@@ -214,30 +211,19 @@ class Digest:
         self.bytes = 0
         self.all = 0
         self.names = 0
-        self.per_group = 1
-        self.groups: list[int] = []
 
     def add(self, name: str, size: int) -> None:
-        if self.files == _GROUPS * self.per_group:
-            self.per_group *= 2
-            self.groups = [left ^ right for left, right in zip(self.groups[::2], self.groups[1::2], strict=True)]
-        if self.files % self.per_group == 0:
-            self.groups.append(0)
-        entry = _entry(self.files, name, size)
-        self.groups[-1] ^= _short_hash(entry)
-        self.all ^= entry
+        self.all ^= _entry(self.files, name, size)
         self.names ^= _name_to_number(name)
         self.bytes += size
         self.files += 1
 
     def state(self) -> State:
-        return {
-            "files": self.files,
-            "bytes": self.bytes,
-            "all": f"{self.all:016x}",
-            "names": f"{self.names:x}",
-            "groups": "".join(f"{group:08x}" for group in self.groups),
-        }
+        return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}", "names": f"{self.names:x}"}
+
+    def is_of(self, state: State) -> bool:
+        """Whether the state is of these files. States of earlier releases hold more."""
+        return self.state().items() <= state.items()
 
     def __str__(self) -> str:
         return f"{self.files}:{self.all:016x}"
@@ -278,10 +264,6 @@ def _entry(index: int, name: str, size: int) -> int:
     return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
 
 
-def _short_hash(entry: int) -> int:
-    return entry & 0xFFFFFFFF
-
-
 def _name_to_number(name: str) -> int:
     return int.from_bytes(name.encode()[-_NAME_BYTES:], "big")
 
@@ -295,96 +277,56 @@ def _number_to_name(number: int) -> str:
 
 def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[str]:
     """The parts of one sentence."""
-    current_index = _index_of_current(inputs, current, before["files"])
+    current_index = next((index for index, name in enumerate(inputs.names) if shorten(name) == current), None)
     if current_index is None:
         yield f"the file {current!r}, which the position is in, is gone or has another name"
         return
     entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
-    change, low, per_group = _find_change(entries, before)
-    if change:
+    if change := _find_change(entries, before):
         yield change
         return
-    first = repr(entries[low][0]) if low < len(entries) else "the end"
-    yield f"{before['files']} files were read before {current!r}, and they are not the {current_index} before it now; "
-    yield f"the first difference is {'at' if per_group == 1 else f'among the {per_group} files from'} {first}"
-    yield "" if per_group == 1 else " on"
+    yield f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
+    yield f"files of {sum(size for _, size in entries)} bytes before it now are not the same"
 
 
 def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
     """The parts of one sentence about files of which all matter, read or not."""
-    change, low, _ = _find_change(entries, before)
-    if change:
+    if change := _find_change(entries, before):
         yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
         return
-    first = f"; the first difference is at {entries[low][0]!r}" if "groups" in before and low < len(entries) else ""
     yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
-    yield f"{sum(size for _, size in entries)} bytes{first}"
+    yield f"{sum(size for _, size in entries)} bytes"
 
 
-def _find_change(entries: _Entries, before: State) -> tuple[str, int, int]:
-    """The change of a single file that explains the difference, or ""; and where the files that differ first begin,
-    and how many these are."""
-    kept, per_group = before.get("groups", ""), 1
-    while before["files"] > per_group * _GROUPS:
-        per_group *= 2
-    groups = [int(kept[at : at + 8], 16) for at in range(0, len(kept), 8)]
-    group = _first_difference(entries, groups, per_group)
-    low = min(group * per_group, len(entries))
-    if not groups:
-        per_group = min(len(entries) + 1, _TRIED)
-    for change, old in _single_changes(entries, low, per_group, before):
-        # The group's hash is compared first, because it costs less than the total one.
-        fits_group = group == len(groups) or _group_hash(old, low, per_group) == groups[group]
-        if fits_group and _total_hash(old) == before["all"]:
-            return change, low, per_group
-    return "", low, per_group
-
-
-def _index_of_current(inputs: Inputs, current: str, expected: int) -> int | None:
-    if expected < len(inputs.names) and shorten(inputs.names[expected]) == current:
-        return expected
-    return next((index for index, name in enumerate(inputs.names) if shorten(name) == current), None)
-
-
-def _first_difference(entries: _Entries, groups: list[int], per_group: int) -> int:
-    for number, group in enumerate(groups):
-        if _group_hash(entries, number * per_group, per_group) != group:
-            return number
-    return len(groups)
-
-
-def _single_changes(entries: _Entries, low: int, per_group: int, before: State) -> Iterator[tuple[str, _Entries]]:
-    """Each change of a single file that might explain the difference, with the files as they were before it."""
+def _find_change(entries: _Entries, before: State) -> str:
+    """The change of a single file that explains the difference, or ""."""
+    moved = before["files"] - len(entries)
+    if moved not in (-1, 0, 1):
+        return ""
     size_then = before["bytes"] - sum(size for _, size in entries)
-    names_then = int(before["names"], 16)
-    for name, _ in entries:
-        names_then ^= _name_to_number(name)
-    for index in range(low, min(low + per_group, len(entries)) + 1):
-        head, tail = entries[:index], entries[index:]
-        if len(entries) == before["files"] - 1:
-            gone = (_number_to_name(names_then), size_then)
-            yield f"the file {gone[0]!r}, which was read before, is gone", [*head, gone, *tail]
-        elif not tail:
-            return
-        elif len(entries) == before["files"] + 1:
-            yield f"the file {tail[0][0]!r} is new, and comes before the position", head + tail[1:]
+    names_then = reduce(xor, (_name_to_number(name) for name, _ in entries), int(before["names"], 16))
+    # The hashes of each file and those after it, at the places where they were before the change.
+    after = [0]
+    for index, entry in reversed([*enumerate(entries)]):
+        after.append(after[-1] ^ _entry(index + moved, *entry))
+    hash_before = 0
+    for index, (name, size) in enumerate([*entries, ("", 0)][: len(entries) + max(0, moved)]):
+        rest = after[len(entries) - index - (moved < 1)]
+        if moved == 1:
+            then = _number_to_name(names_then), size_then
+            change = f"the file {then[0]!r}, which was read before, is gone"
+        elif moved == -1:
+            then, change = None, f"the file {name!r} is new, and comes before the position"
         elif names_then == 0:
-            name, size = tail[0]
-            old = (name, size + size_then)
-            yield f"the file {name!r} had {old[1]} bytes, and has {size}", [*head, old, *tail[1:]]
+            then = name, size + size_then
+            change = f"the file {name!r} had {then[1]} bytes, and has {size}"
         else:
-            name, size = tail[0]
-            old = (_number_to_name(names_then ^ _name_to_number(name)), size + size_then)
-            yield f"the file {old[0]!r} is now {name!r}", [*head, old, *tail[1:]]
-
-
-def _group_hash(entries: _Entries, low: int, per_group: int) -> int:
-    group = enumerate(entries[low : low + per_group], start=low)
-    return reduce(xor, (_short_hash(_entry(index, *one)) for index, one in group), 0)
-
-
-def _total_hash(entries: _Entries) -> str:
-    return f"{reduce(xor, (_entry(index, *one) for index, one in enumerate(entries)), 0):016x}"
+            then = _number_to_name(names_then ^ _name_to_number(name)), size + size_then
+            change = f"the file {then[0]!r} is now {name!r}"
+        if f"{hash_before ^ rest ^ (_entry(index, *then) if then else 0):016x}" == before["all"]:
+            return change
+        hash_before ^= _entry(index, name, size)
+    return ""
 
 
 class PartInputs(Inputs):
@@ -425,44 +367,31 @@ def until_end(rows: FileRead, part: Part, at: FilePosition) -> FileRead:
         CheckpointMismatch: the file has no row that ends where the part does, so it has changed.
     """
     if part.end is None:
-        return (yield from rows)
+        yield from rows
+        return
     if at == part.end:
-        return None
+        return
     for document, after in rows:
         here = tuple(number & PLAIN_INTEGER for number in after)
         if here > part.end:
             break
         yield document, after
         if here == part.end:
-            return None
+            return
     raise CheckpointMismatch(
         f"The input file {part.name!r} has changed: it was divided at {list(part.end)} when the run was dealt out to "
         "other tasks, and no document ends there now. Restore the file, or start another run for the new input."
     )
 
 
-def between(parts: Sequence[Part], start: Place, end: Place) -> list[Part]:
-    """What lies after ``start``, up to and including ``end``."""
-    found = []
-    for index in range(start.part, min(end.part + 1, len(parts))):
-        part = parts[index]
-        if index == end.part and not end.at:  # nothing of it, wherever it begins
-            break
-        if index == start.part and start.at:
-            part = part._replace(begin=start.at)
-        if index == end.part:
-            part = part._replace(end=end.at)
-        if part.end is None or part.begin != part.end:
-            found.append(part)
-    return found
-
-
-def after(parts: Sequence[Part], start: Place) -> list[Part]:
-    """What lies after ``start``."""
-    found = list(parts[start.part :])
-    if found and start.at:
-        found[0] = found[0]._replace(begin=start.at)
-    return [part for part in found if part.end is None or part.begin != part.end]
+def between(parts: Sequence[Part], start: Place, end: Place | None) -> list[Part]:
+    """What lies after ``start``, up to and including ``end``; None: all that does."""
+    found = list(parts if end is None else parts[: end.part + bool(end.at)])  # of a part without a place nothing
+    if end is not None and end.part < len(found):
+        found[end.part] = found[end.part]._replace(end=end.at)
+    if start.at and start.part < len(found):
+        found[start.part] = found[start.part]._replace(begin=start.at)
+    return [part for part in found[start.part :] if part.end is None or part.begin != part.end]
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

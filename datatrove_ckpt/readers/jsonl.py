@@ -26,7 +26,6 @@ from itertools import accumulate
 from typing import IO, Any, ClassVar, Literal
 
 import orjson
-from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
@@ -95,19 +94,13 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         extent.block = _BLOCK
         if self.shuffle_seed is None:
             return self._read_in_order(name, file_position, row_shard)
-        if is_plain:
-            return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
-        return self._read_shuffled_compressed(name, file_position, row_shard, self.shuffle_seed)
+        return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
 
     def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         offset, number = file_position[:2] if file_position else (0, 0)
-        index, count = row_shard
+        (index, count), extent = row_shard, self._file_extent
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
-            if offset and self._codec(name) is None:
-                late_line_end = _read_late_line_end(file, offset)
-                head.update(late_line_end[: max(0, _HEAD - offset)])
-                offset += len(late_line_end)
             head_hash = head.intdigest()
             for lines in _line_blocks(file):
                 self._note_stored(file, offset + sum(map(len, lines)))
@@ -123,56 +116,46 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
-        return offset if self._codec(name) is None else None
+        if self._codec(name) is None:
+            extent.end = offset
 
     def _read_shuffled(
         self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
     ) -> FileRead:
-        """Plain files. A position is (blocks started, lines yielded of the last of them)."""
-        blocks_started, lines_done = file_position or (1, 0)
-        order = permutation(-(-size // _BLOCK), seed, name).tolist()
-        with self._open(name) as file:
-            for turn in range(blocks_started - 1, len(order)):
-                start, lines = _block(file, order[turn])
-                key = (seed, order[turn])
-                for document, after in self._shuffle_lines(lines, name, start, key, lines_done, row_shard):
-                    yield document, (turn + 1, after)
-                lines_done = 0
-        return None
-
-    def _read_shuffled_compressed(
-        self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> FileRead:
-        """Compressed files. A position is (offset of the block, lines yielded of it).
-
-        Where a block starts alone decides which lines are in it, so resuming at its start finds the same lines.
-        """
-        offset, lines_done = file_position or (0, 0)
-        with self._open(name) as file:
-            self._skip(file, offset, name)
-            for lines in _line_blocks(file):
-                self._note_stored(file, offset + sum(map(len, lines)))
-                key = (seed, offset)
-                for document, after in self._shuffle_lines(lines, name, offset, key, lines_done, row_shard):
-                    yield document, (offset, after)
-                offset += sum(map(len, lines))
-                lines_done = 0
-        return None
-
-    def _shuffle_lines(
-        self, lines: list[bytes], name: str, start: int, key: tuple[int, int], lines_done: int, row_shard: RowShard
-    ) -> Iterator[tuple[Document | Skipped, int]]:
-        """The block's documents in shuffled order, each with the number of lines that are done then."""
-        offsets = list(accumulate(map(len, lines), initial=start))
-        order = permutation(len(lines), key[0], name, key[1]).tolist()
+        """A position is (the block, lines yielded of it). The block: how many have started; compressed: its offset."""
+        first, lines_done = file_position or (0, 0)
         index, count = row_shard
-        for turn in range(lines_done, len(order)):
-            line = order[turn]
-            if count > 1 and (start + line) % count != index:
-                continue
-            document = self._parse(lines[line], name, f"@{offsets[line]}")
-            if document is not None:
-                yield document, turn + 1
+        with self._open(name) as file:
+            for place, key, start, lines in self._shuffled_blocks(file, name, size, first, seed):
+                offsets = list(accumulate(map(len, lines), initial=start))
+                order = permutation(len(lines), seed, name, key).tolist()
+                for turn in range(lines_done, len(order)):
+                    line = order[turn]
+                    if count > 1 and (start + line) % count != index:
+                        continue
+                    document = self._parse(lines[line], name, f"@{offsets[line]}")
+                    if document is not None:
+                        yield document, (place, turn + 1)
+                lines_done = 0
+
+    def _shuffled_blocks(
+        self, file: IO[bytes], name: str, size: int, first: int, seed: int
+    ) -> Iterator[tuple[int, int, int, list[bytes]]]:
+        """From the block at ``first`` on: its place in a position, its key for the order of its lines, offset, lines.
+
+        Where a compressed block starts alone decides which lines are in it, so resuming there finds the same lines.
+        """
+        if self._codec(name) is None:
+            order = permutation(-(-size // _BLOCK), seed, name).tolist()
+            for started, number in enumerate(order[max(0, first - 1) :], start=max(1, first)):
+                yield started, number, *_block(file, number)
+            return
+        self._skip(file, first, name)
+        for lines in _line_blocks(file):
+            after = first + sum(map(len, lines))
+            self._note_stored(file, after)
+            yield first, first, first, lines
+            first = after
 
     def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
         """The object of a line; None if the line is blank or damaged. A damaged one is counted as in ``run``."""
@@ -262,7 +245,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
                 f"saved position. {remedy()}"
             )
-        if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
+        if following:
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
                 f"and has grown. {remedy()}"
@@ -340,16 +323,3 @@ def _block(file: IO[bytes], number: int) -> tuple[int, list[bytes]]:
     if block and not block.endswith(b"\n"):
         block += file.readline()
     return start, block.splitlines(keepends=True)
-
-
-def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
-    """Reads the end of a line that had none when it was read as the last one."""
-    file.seek(offset - 1)
-    last, following = file.read(1), file.read(2)
-    length = 0
-    if last != b"\n" and following[:1] == b"\n":
-        length = 1
-    elif last not in (b"\n", b"\r") and following[:1] == b"\r":
-        length = 2 if following == b"\r\n" else 1
-    file.seek(offset + length)
-    return following[:length]

@@ -18,28 +18,15 @@ _AT_ONCE = 2**20
 """Numbers that are hashed together: what is needed beside the result stays below 40 MB."""
 
 
-def permutation(count: int, seed: int, *key: object, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
-    """The numbers below ``count`` in an order that depends on the arguments only: those from ``first`` to ``last``.
-
-    A part costs less than all, because the others are not sorted.
-    """
+def permutation(count: int, seed: int, *key: object) -> npt.NDArray[np.int64]:
+    """The numbers below ``count`` in an order that depends on the arguments only."""
     salt = int(xxh3_64_intdigest("/".join(map(str, (seed, *key))).encode()))
     hashes = np.empty(count, dtype=np.uint64)
     for start in range(0, count, _AT_ONCE):
         numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.uint64)
         hashes[start : start + len(numbers)] = hash_numbers(numbers, salt)
     # This hash of 8 bytes is a bijection, so no two are equal, and any way of sorting gives the same order.
-    last = count if last is None else min(last, count)
-    if last - first == count:
-        return np.argsort(hashes)
-    if first >= last:
-        return np.zeros(0, dtype=np.int64)
-    # Both ends are sorted into place; what lies between them is neither sorted nor copied.
-    ends = [place for place in (first, last) if 0 < place < count]
-    bounds = np.partition(hashes, ends)[ends]
-    chosen = np.flatnonzero(np.searchsorted(bounds, hashes, side="right") == (first > 0))
-    found: npt.NDArray[np.int64] = chosen[np.argsort(hashes[chosen])]
-    return found
+    return np.argsort(hashes)
 
 
 def hash_numbers(numbers: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[np.uint64]:

@@ -12,7 +12,7 @@ object may run several ranks, and a pipeline may have several readers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -264,8 +264,8 @@ Adapter: TypeAlias = Callable[..., Row]
 ReadResult: TypeAlias = tuple[Document | Skipped, FilePosition]
 """A document, or why a line or row is none, and the place in the file right after it."""
 
-FileRead: TypeAlias = Generator[ReadResult, None, int | None]
-"""What a format reads of one file. It returns the size of what it read, if the file may have grown meanwhile."""
+FileRead: TypeAlias = Generator[ReadResult, None, None]
+"""What a format reads of one file."""
 
 RowShard: TypeAlias = tuple[int, int]
 """(index, count): every ``count``-th line or row of a file, from ``index`` on."""
@@ -274,15 +274,3 @@ ALL_ROWS: RowShard = (0, 1)
 
 ShardKey: TypeAlias = list[int | str]
 """The part of the input that a run reads, as its state names it: [rank, world_size], or [index, count, "rows"]."""
-
-
-class FileReading:
-    """Keeps what a format returns when it has read a file to its end."""
-
-    def __init__(self, rows: FileRead) -> None:
-        self._rows = rows
-        self.size: int | None = None
-        """None before the end."""
-
-    def __iter__(self) -> Iterator[ReadResult]:
-        self.size = yield from self._rows

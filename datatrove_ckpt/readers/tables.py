@@ -181,14 +181,14 @@ class _TableReader(SeekingReader):
             for document, row in documents:
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
-        return None
 
     def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
         started, done = file_position or (1, 0)
         index, count = row_shard
         for turn, group, length, held, pick in self._shuffled_groups(name, started, seed):
+            whole = permutation(length, seed, name, group)
             for first in range(done, length, max(1, held)):
-                order = permutation(length, seed, name, group, first=first, last=first + held)
+                order = whole[first : first + held]
                 mine = np.flatnonzero((group + order) % count == index)
                 table, places = pick(order[mine])
                 for start in range(0, len(mine), _CONVERTED_ROWS):
@@ -199,7 +199,6 @@ class _TableReader(SeekingReader):
                     for document, row in self._convert(found, rows, name, group, None):
                         yield document, (turn, done_after[row])
             done = 0
-        return None
 
     def _convert(
         self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None

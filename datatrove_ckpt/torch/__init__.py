@@ -11,33 +11,24 @@
     mixing.py     Mix: several sources, drawn by weight
     stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
 
-The names are imported at their first use, so that what needs no torch can be imported and tested without it.
+What needs torch is imported at its first use, so that the rest can be imported and tested without it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from datatrove_ckpt.torch.mixing import Mix
+from datatrove_ckpt.torch.packing import Pack
+from datatrove_ckpt.torch.states import gather, merge
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
-    from datatrove_ckpt.torch.mixing import Mix
-    from datatrove_ckpt.torch.packing import Pack
-    from datatrove_ckpt.torch.states import gather, merge
-
-_MODULES = {
-    "Mix": "mixing",
-    "Pack": "packing",
-    "ReaderDataset": "dataset",
-    "Sample": "dataset",
-    "gather": "states",
-    "merge": "states",
-    "restore": "dataset",
-    "text_and_id": "dataset",
-}
 
 __all__ = ["Mix", "Pack", "ReaderDataset", "Sample", "gather", "merge", "restore", "text_and_id"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from datatrove_ckpt.torch import dataset
+
+    return getattr(dataset, name)

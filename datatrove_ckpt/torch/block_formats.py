@@ -10,7 +10,7 @@ A record batch may be a whole file. Local files are mapped into memory, so a sli
 batch with compressed buffers, or of a remote file, is read as a whole, but only its columns that are asked for.
 
 How many rows a batch has is written before it, in a flatbuffer of some hundred bytes, and nowhere else. pyarrow tells
-it only with the batch, so it is read here: format/Message.fbs and format/File.fbs of Apache Arrow.
+it only with the batch, so it is read here: format/Message.fbs of Apache Arrow.
 
 JSONL: the lines are counted once, and read again from places that the count has noted.
 
@@ -131,15 +131,21 @@ _BATCH_ROWS, _BATCH_BYTES = 2**14, 2**21
 _BUFFER_BYTES = 2**20
 
 
-class _Cursor(NamedTuple):
-    """Batches of a row group from one of its rows on."""
+class _GroupRows:
+    """The rows of one row group, from its beginning on. ``row``: how many were read."""
 
-    group: int
-    columns: tuple[str, ...] | None
-    row: int
-    rest: Any
-    """Rows of the last batch that nobody has asked for yet; None: there are none."""
-    batches: Iterator[Any]
+    def __init__(self, group: int, columns: tuple[str, ...] | None, batches: Iterator[Any]) -> None:
+        self.key, self.row = (group, columns), 0
+        self._batches, self._rest = batches, None
+
+    def read(self, rows: int) -> Iterator[Any]:
+        """The next rows, in parts of batches."""
+        while rows:
+            batch = self._rest or next(self._batches)
+            part = batch.slice(0, rows)
+            self._rest = batch.slice(part.num_rows) if batch.num_rows > rows else None
+            self.row, rows = self.row + part.num_rows, rows - part.num_rows
+            yield part
 
 
 class ParquetBlocks(BlockFile):
@@ -153,7 +159,7 @@ class ParquetBlocks(BlockFile):
         import pyarrow.parquet as pq
 
         self._name, self._size = name, size
-        self._cursor: _Cursor | None = None
+        self._group: _GroupRows | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
@@ -175,48 +181,37 @@ class ParquetBlocks(BlockFile):
 
         with naming_damage(self._name):
             check_columns(self._file.schema_arrow.names, columns, self._name)
-            group, start = self.part_of(first)
-            cursor = self._seek(group, start, None if columns is None else tuple(columns))
-            parts, wanted, rest = [], rows, cursor.rest
-            while wanted:
-                batch = next(cursor.batches) if rest is None else rest
-                parts.append(batch.slice(0, wanted))
-                rest = batch.slice(wanted) if batch.num_rows > wanted else None
-                wanted -= parts[-1].num_rows
-            self._cursor = cursor._replace(row=cursor.row + rows, rest=rest)
-            table = pa.Table.from_batches(parts)
+            found = self._seek(*self.part_of(first), None if columns is None else tuple(columns))
+            table = pa.Table.from_batches(found.read(rows))
+            self._group = found
             return table if columns is None else table.select(list(columns))
 
     def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
-        self._cursor = None
+        self._group = None
 
     def close(self) -> None:
         """Closes the file."""
-        self._cursor = None
+        self._group = None
         self._file.close()
         self._source.close()
 
-    def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _Cursor:
-        """The batches of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
-        cursor, sizes = self._cursor, self.index.groups[group]
-        if cursor is None or (cursor.group, cursor.columns) != (group, columns) or cursor.row > row:
+    def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _GroupRows:
+        """The rows of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
+        found, self._group = self._group, None  # what was read of it is lost if this fails
+        if found is None or found.key != (group, columns) or found.row > row:
+            sizes = self.index.groups[group]
             rows = min(_BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)))
             batches = self._file.iter_batches(rows, row_groups=[group], columns=columns and list(columns))
-            cursor = _Cursor(group, columns, 0, None, iter(batches))
-        self._cursor = None  # its batches are consumed, so it may not be used again if this fails
-        at, rest = cursor.row, cursor.rest
-        while at < row or rest is None:
-            batch = next(cursor.batches) if rest is None else rest
-            passed = min(row - at, batch.num_rows)
-            at += passed
-            rest = batch.slice(passed) if passed < batch.num_rows else None
-            if at == row:
-                break
-        return cursor._replace(row=at, rest=rest)
+            found = _GroupRows(group, columns, iter(batches))
+        for _ in found.read(row - found.row):
+            pass
+        return found
 
 
 _CONTINUATION = 0xFFFFFFFF
+_MARK_BYTES = 2**8
+"""The mark of a file, what aligns the messages behind it (to 64 bytes for Arrow in Rust), and the first of them."""
 _DICTIONARY, _RECORD_BATCH = 2, 3  # MessageHeader
 
 
@@ -308,35 +303,37 @@ class ArrowBlocks(BlockFile):
 
         size = self._source.seek(0, 2) or self._source.tell()
         self._source.seek(0)
+        reader = (pa.ipc.open_stream if self._stream else pa.ipc.open_file)(self._source)
         try:
-            if self._stream:
-                schema = pa.ipc.open_stream(self._source).schema
-                messages = list(_stream_messages(self._source, size))
-            else:
-                schema = pa.ipc.open_file(self._source).schema
-                messages = list(_file_messages(self._source, size))
+            messages = list(_messages(self._source, size, self._stream))
         except (struct.error, IndexError) as error:
             raise EOFError("the description of a record batch cannot be read") from error
         batches = [message for kind, message in messages if kind == _RECORD_BATCH]
         dictionaries = any(kind == _DICTIONARY for kind, _ in messages)
-        return schema, [batch[:3] for batch in batches], dictionaries, any(batch[3] for batch in batches)
+        if not self._stream and reader.num_record_batches != len(batches):
+            raise EOFError(f"it should hold {reader.num_record_batches} record batches, and {len(batches)} are there")
+        return reader.schema, [batch[:3] for batch in batches], dictionaries, any(batch[3] for batch in batches)
 
 
 _Message: TypeAlias = tuple[int, tuple[int, int, int, bool]]
 """Kind; offset, rows and bytes; whether its buffers are compressed."""
 
 
-def _stream_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
-    """The messages. Raises EOFError if the stream was cut off, or another follows."""
-    offset = 0
+def _messages(file: IO[bytes], size: int, is_stream: bool) -> Iterator[_Message]:
+    """The messages of a stream, or of the stream that a file with a table of contents holds.
+
+    Raises EOFError if it was cut off, or another follows.
+    """
+    file.seek(0)
+    offset = 0 if is_stream else max(0, file.read(_MARK_BYTES).find(b"\xff\xff\xff\xff"))
     while True:
         file.seek(offset)
         start = file.read(8)
         if len(start) < 8 or struct.unpack_from("<I", start)[0] != _CONTINUATION:
-            raise EOFError("the end of its stream is missing")
+            raise EOFError("the end of its stream is missing, or Arrow before release 0.15 wrote it")
         length = struct.unpack_from("<i", start, 4)[0]
         if length == 0:
-            if offset + 8 != size:
+            if is_stream and offset + 8 != size:
                 raise EOFError("other bytes follow the end of its stream")
             return
         kind, rows, body, compressed = _message(file.read(length))
@@ -344,25 +341,6 @@ def _stream_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
         offset += 8 + length + body
         if offset > size:
             raise EOFError("its last record batch is incomplete")
-
-
-def _file_messages(file: IO[bytes], size: int) -> Iterator[_Message]:
-    """As ``_stream_messages``, for the record batches that the table of contents at a file's end lists."""
-    file.seek(size - 10)
-    length = struct.unpack_from("<i", file.read(4))[0]
-    file.seek(size - 10 - length)
-    footer = file.read(length)
-    vector = _field(footer, _root(footer), 3)
-    if not vector:
-        return
-    vector += struct.unpack_from("<I", footer, vector)[0]
-    for number in range(struct.unpack_from("<I", footer, vector)[0]):
-        offset, metadata, body = struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * number)
-        file.seek(offset)
-        message = file.read(metadata)
-        has_marker = struct.unpack_from("<I", message)[0] == _CONTINUATION
-        kind, rows, _, compressed = _message(message[8 if has_marker else 4 :])
-        yield kind, (offset, rows, body, compressed)
 
 
 def _message(buffer: bytes) -> tuple[int, int, int, bool]:

@@ -39,7 +39,7 @@ from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,15 +113,19 @@ class RowCounts:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """For one process at a time, if the file system can lock. What is counted inside is kept at the end."""
-        lock = self._take_lock()
-        try:
-            if lock is not None:
-                self.load()
+        with ExitStack() as stack:
+            if self._path is not None:
+                with suppress(OSError):  # a folder that cannot be written, or a file system without locks
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        logger.info("Another process counts the rows of the input. Waiting for it.")
+                        fcntl.flock(lock, fcntl.LOCK_EX)
+                    self.load()
+            stack.callback(self._save)
             yield
-        finally:
-            self._save()
-            if lock is not None:
-                os.close(lock)
 
     def key(self, number: int) -> str:
         """What changes with a file's content; empty if nothing does."""
@@ -170,24 +174,6 @@ class RowCounts:
                 logger.warning(f"The rows that were counted cannot be kept, so the next start counts again: {error}")
                 with suppress(OSError):
                     part.unlink()
-
-    def _take_lock(self) -> int | None:
-        if self._path is None:
-            return None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Another process counts the rows of the input. Waiting for it.")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            os.close(lock)
-            return None
-        return lock
 
 
 class Unified:
@@ -244,30 +230,21 @@ class Unified:
 
 
 def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
-    found = None
-    for kind, name in kinds.items():
-        before, found = found, kind if found is None else _common(found, kind)
-        if found is None:
-            first = next(file for other, file in kinds.items() if other == before or _common(other, kind) is None)
-            raise ConfigError(
-                f"The column {column!r} is {kind} in the input file {name!r} and {before} in {first!r}, which are no "
-                "values of one column. Write the files with one type, choose other columns, or read without "
-                "shuffle_seed and arrays."
-            )
-    assert found is not None
-    return found
-
-
-def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of all these types, each with a file that has it."""
     import pyarrow as pa
 
-    for kinds in ((one, other), (_plain(one), _plain(other))):
+    found, *others = kinds
+    for kind in others:
         try:
-            schemas = [pa.schema([("", kind)]) for kind in kinds]
-            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-        except pa.ArrowException:
-            pass
-    return None
+            schemas = [pa.schema([("", _plain(one))]) for one in (found, kind)]
+            found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in files before it, "
+                "which are no values of one column. Write the files with one type, choose other columns, or read "
+                "without shuffle_seed and arrays."
+            ) from error
+    return found
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -283,12 +260,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 def _cast(column: Any, kind: pa.DataType) -> Any:
     import pyarrow as pa
 
-    if column.type != kind and _plain(column.type) != column.type and _plain(kind) == kind:
-        column = column.cast(_plain(column.type))
     if column.type == kind:
         return column
     # Casts do not add the fields of a struct; this does, as it has unified the types.
-    tables = [pa.table({"": column}), pa.table({"": pa.array([], kind)})]
+    tables = [pa.table({"": column.cast(_plain(column.type))}), pa.table({"": pa.array([], kind)})]
     unified = pa.concat_tables(tables, promote_options="permissive").column(0)
     return pa.chunked_array([chunk for chunk in unified.chunks if len(chunk)], kind)
 

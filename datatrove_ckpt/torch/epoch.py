@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -242,8 +242,7 @@ def _files(reader: SeekingReader, then: State | None) -> State | None:
     if then is not None:
         inputs.check_all(then)
         return then
-    digest = inputs.digest(len(inputs.names)).state()
-    return {key: digest[key] for key in ("files", "bytes", "all", "names")}
+    return inputs.digest(len(inputs.names)).state()
 
 
 def _check(then: State, seed: int | None, slot: Slot, index: int, count: int) -> None:
@@ -291,7 +290,6 @@ class Epoch(Iterator[Any]):
         arrays: bool = False,
     ) -> None:
         self._index, self._plan, self._reader, self._columns = index, plan, reader, columns
-        self._make = self._row if columns is not None else self._document
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
         self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
         self._note_read, self._after_end = note_read, after_end
@@ -299,7 +297,7 @@ class Epoch(Iterator[Any]):
         self._start = plan.state(plan.first, index.state).to_json()
         self._is_used, self._skipped = False, 0
         self._missing = plan.skipped  # a batch of rows goes on after them; one of arrays is smaller
-        found = self._read() if columns is None else self._read_arrays() if arrays else self._read_columns()
+        found = self._read_arrays() if arrays else self._read()
         self.rest: Iterator[Any] = found if transform is None else map(transform, found)
 
     def __next__(self) -> Any:
@@ -331,34 +329,19 @@ class Epoch(Iterator[Any]):
             )
 
     def _read(self) -> Iterator[Any]:
-        source = RowSource(self._index, self._plan.order)
-        while self._samples < self._plan.samples:
-            first = self._samples
-            last = min(first + self._chunk, self._plan.samples)
-            for number, row in enumerate(source.rows(*self._plan.places(first, last)), start=first):
-                made = self._make(row)
-                if made is None:
-                    made = self._instead_of(row, number)
-                self._samples = number + 1
-                self._missing += made is None
-                if made is not None:
-                    yield made
-
-    def _read_columns(self) -> Iterator[dict[str, Any]]:
         source = RowSource(self._index, self._plan.order, self._columns)
         while self._samples < self._plan.samples:
             first = self._samples
-            last = min(first + self._chunk, self._plan.samples)
-            for sample in source.samples(*self._plan.places(first, last)):
+            places = self._plan.places(first, min(first + self._chunk, self._plan.samples))
+            samples: Iterable[Any]
+            samples = map(self._make, source.rows(*places)) if self._columns is None else source.samples(*places)
+            for number, sample in enumerate(samples, start=first):
                 if sample is None:
-                    number = self._samples
-                    sample = self._instead_of(self._damaged(source, number), number)
-                    if sample is None:
-                        self._samples += 1
-                        self._missing += 1
-                        continue
-                self._samples += 1
-                yield sample
+                    sample = self._instead_of(source, number)
+                    self._missing += sample is None
+                self._samples = number + 1
+                if sample is not None:
+                    yield sample
 
     def _read_arrays(self) -> Iterator[dict[str, Any]]:
         """Batches begin at multiples of their size, also after a state of single rows."""
@@ -379,22 +362,17 @@ class Epoch(Iterator[Any]):
 
     def _whole(self, rows: list[dict[str, Any] | None], source: RowSource, first: int) -> list[dict[str, Any]]:
         """The rows, without damaged lines, or with other rows instead of them."""
-        numbered = enumerate(rows, start=first)
-        found = [row or self._instead_of(self._damaged(source, number), number) for number, row in numbered]
+        found = [row or self._instead_of(source, number) for number, row in enumerate(rows, start=first)]
         return [row for row in found if row is not None]
 
-    def _damaged(self, source: RowSource, number: int) -> Row:
-        [row] = source.rows(*self._plan.places(number, number + 1))
-        return row
+    def _make(self, row: Row) -> Any:
+        """The document of a row, or the row itself if there are columns; None: it is damaged, or holds no document."""
+        if row.data is None or self._columns is not None:
+            return row.data and json_row(row.data)
+        return self._reader.get_document_from_dict(row.data, row.name, row.number)
 
-    def _row(self, row: Row) -> dict[str, Any] | None:
-        return row.data and json_row(row.data)
-
-    def _document(self, row: Row) -> Any:
-        return row.data and self._reader.get_document_from_dict(row.data, row.name, row.number)
-
-    def _instead_of(self, row: Row, number: int) -> Any:
-        """The sample that comes instead of a row that holds no document.
+    def _instead_of(self, source: RowSource, number: int) -> Any:
+        """The sample that comes instead of the worker's row with this number, which holds no document.
 
         Ranks that must be even get the worker's next document twice: it depends on the order alone, so that a resumed
         run gets the same one. Else there is none.
@@ -404,6 +382,7 @@ class Epoch(Iterator[Any]):
         """
         even = self._plan.settings.even is not None
         if not self._skipped:
+            [row] = source.rows(*self._plan.places(number, number + 1))
             what = "so another document comes twice" if even else "so this epoch has fewer samples than len() says"
             logger.warning(
                 f"Row {row.number} of {row.name!r} holds no document, {what}. Further such rows are skipped, too."
@@ -411,20 +390,14 @@ class Epoch(Iterator[Any]):
         self._skipped += 1
         if not even:
             return None
-        source, total = RowSource(self._index, self._plan.order, self._columns), self._plan.samples
-        for low, high in _after(number, total, self._chunk):
-            for other in source.rows(*self._plan.places(low, high)):
+        others, total = RowSource(self._index, self._plan.order, self._columns), self._plan.samples
+        # Those after it, then those before it.
+        for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
+            high = min(low + self._chunk, total)
+            for other in others.rows(*self._plan.places(low, high)):
                 if (made := self._make(other)) is not None:
                     return made
         raise InputError(
             f"None of the {total} rows of {self._plan.slot} holds a document. Is text_key "
             f"({self._reader.text_key!r}) correct?"
         )
-
-
-def _after(number: int, total: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the numbers below ``total``: those after ``number``, then those before it."""
-    for low in range(number + 1, total, chunk):
-        yield low, min(low + chunk, total)
-    for low in range(0, number, chunk):
-        yield low, min(low + chunk, number)

@@ -183,27 +183,16 @@ def _length(offsets: Any) -> int:
 def _join_small(batches: Sequence[Any]) -> list[Any]:
     import pyarrow as pa
 
-    found: list[Any] = []
-    small: list[Any] = []
-
-    def join() -> None:
-        if small:
-            found.extend(pa.Table.from_batches(small).combine_chunks().to_batches())
-            small.clear()
-
-    size = 0
+    groups: list[list[Any]] = []
+    size = _JOINED + 1  # of the last group; one large batch fills it
     for batch in batches:
         own = batch.nbytes
         if own >= _SMALL or size + own > _JOINED:
-            join()
+            groups.append([])
             size = 0
-        if own >= _SMALL:
-            found.append(batch)
-        else:
-            small.append(batch)
-            size += own
-    join()
-    return found
+        groups[-1].append(batch)
+        size += own if own < _SMALL else _JOINED + 1
+    return [batch for group in groups for batch in pa.Table.from_batches(group).combine_chunks().to_batches()]
 
 
 Arrays: TypeAlias = dict[str, Any]

@@ -307,9 +307,9 @@ def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pyte
 def test_deleting_the_journal_before_the_commit_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit, forget = RankFiles.commit, RankFiles._forget
 
-    def forget_first(self: RankFiles, published: Any) -> None:
-        forget(self, published.chunk)
-        commit(self, published)
+    def forget_first(self: RankFiles, chunk: Any) -> None:
+        forget(self, chunk)
+        commit(self, chunk)
 
     monkeypatch.setattr(RankFiles, "commit", forget_first)
     monkeypatch.setattr(RankFiles, "_forget", lambda self, chunk: None)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.servers.connect import ask_endpoints
+from datatrove_ckpt.inference.servers.connect import ExternalServers
 from tests.jobs import ask, documents, writer
 
 
@@ -84,7 +84,7 @@ def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, 
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
         asked = [path for path in paths if "completions" in path]
         assert asked == [f"{api}/chat/completions" + given[given.find("?") :] * ("?" in given)] * 2
-        (found,) = asyncio.run(ask_endpoints(config))
+        (found,) = asyncio.run(ExternalServers(config).ask())
         assert found.url == f"{url}{api}/models"
         assert found.models == (["m"] if lists_models else None)
 

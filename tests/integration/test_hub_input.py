@@ -14,6 +14,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
+from huggingface_hub import HfFileSystem
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
@@ -158,9 +159,11 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
     hub: FakeHub, status: int, code: str | None, message: str
 ) -> None:
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    hub.fail("paths-info", status, times=None, headers={} if code is None else {"X-Error-Code": code})
+    inputs = HuggingFaceDatasetReader(**options()).list_dataset()
+    HfFileSystem.clear_instance_cache()
+    hub.fail("tree", status, times=None, headers={} if code is None else {"X-Error-Code": code})
     with pytest.raises(InputError, match=message) as raised:
-        read(HuggingFaceDatasetReader, options())
+        inputs.size(0)
     assert "mozilla" not in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -18,7 +18,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files, storage
-from datatrove_ckpt.checkpoint.chunks import CompleteChunk
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.publishing import Publisher
@@ -345,8 +345,8 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatc
             await asyncio.sleep(0.001)  # an attempt that crashes meanwhile cancels this
         return await ask(document, generate)
 
-    def last_once_recorded(self: Publisher, chunk: CompleteChunk, journal: ChunkJournal) -> Any:
-        while chunk.key.chunk_index == 1 and not (rank / "shard.json").exists() and not has_crashed():
+    def last_once_recorded(self: Publisher, chunk: Chunk, journal: ChunkJournal) -> Any:
+        while chunk.index == 1 and not (rank / "shard.json").exists() and not has_crashed():
             time.sleep(0.001)
         return publish(self, chunk, journal)
 

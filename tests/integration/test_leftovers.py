@@ -19,9 +19,8 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers import guardian, node
-from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.node import ServerRecord, end_leftovers
-from tests.jobs import started_server
+from tests.jobs import leased_gpus, started_server
 from tests.patience import until
 from tests.processes import is_alive
 

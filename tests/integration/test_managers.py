@@ -109,7 +109,6 @@ class Script:
 @pytest.mark.parametrize(
     ("number", "code", "signalled"),
     [
-        (signal.SIGKILL, -signal.SIGKILL, "alone"),
         (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),
         (signal.SIGINT, -signal.SIGINT, "alone"),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
@@ -124,7 +123,7 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
 ) -> None:
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server, options=("a thread",) if "thread" in signalled else ())
-        assert len(descendants(script.popen.pid)) == 2, "the manager and its guard"
+        assert len(descendants(script.popen.pid)) == 1, "the manager"
         (os.killpg if signalled == "with all" else os.kill)(script.popen.pid, number)
         assert script.ends_with_all() == code
     assert ("Traceback" in script.output) == (number == signal.SIGINT)
@@ -132,7 +131,7 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_done_ends_with_its_guard(tmp_path: Path) -> None:
+def test_a_run_that_is_done_ends_with_its_manager(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server)
         server.release()

@@ -45,19 +45,6 @@ def elsewhere(job: Job, *parts: str) -> Job:
 
 
 @pytest.mark.slow
-def test_a_fork_that_was_killed_once_it_was_made_may_be_typed_again(job: Job, fork: Fork) -> None:
-    job.stop_in_the_middle(2, some(job, 3))
-    new = elsewhere(job)
-    fork(job.folder, new.folder)
-    assert "is this fork already, and has not started" in fork(job.folder, new.folder).out
-    other = Job(job.folder.with_name("other"), job.server, job.answers)
-    fork(job.folder, other.folder)
-    fork(other.folder, new.folder, code=2)  # it is another run's
-    new.finish(2)
-    fork(job.folder, new.folder, code=2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(job: Job, fork: Fork, finished: bool) -> None:
     job.stop_in_the_middle(4, some(job, 4))

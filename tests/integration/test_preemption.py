@@ -28,7 +28,7 @@ from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.process import drain_settings, preemption, slurm_job
+from datatrove_ckpt.process import preemption, shutdown, slurm_job
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
@@ -36,7 +36,7 @@ from tests.patience import until_async
 from tests.processes import write_program
 
 DRAINS = "requests in flight have"
-SIGNALS = [signal.Signals[name] for name in drain_settings.SIGNALS]
+SIGNALS = [signal.Signals[name] for name in shutdown.SIGNALS]
 
 
 def send_signal(number: int = signal.SIGTERM) -> None:

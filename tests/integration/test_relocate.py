@@ -114,11 +114,10 @@ def test_a_copy_that_is_not_complete_is_refused_and_nothing_is_changed(
     said = relocate(new, code=1).out
     assert "rank 0, chunk 1: 00000_chunk_00001.jsonl is" in said
     assert "the copy is not complete, so nothing was changed" in said
-    assert f"Copy these files again from {tmp_path}/old/output, and relocate again" in said
-    assert "repair" not in said  # which refuses other files while those are there
+    assert "Copy these files again, and relocate again. What is lost at the old place, too, can be made again:" in said
+    assert f"datatrove-ckpt repair {new}/checkpoints --output {new}/output" in said
     assert outputs(new) == before
     (tmp_path / "old" / "output").rename(tmp_path / "gone")
-    assert f"datatrove-ckpt repair {new}/checkpoints --output {new}/output" in relocate(new, code=1).out
     assert main(["repair", f"{new}/checkpoints", "--output", f"{new}/output", "--dry-run"]) == 0
     # Sizes alone do not show that a content is another one.
     relocate(new, "--sizes-only", code=0 if damage is alter else 1)
@@ -231,9 +230,8 @@ def test_a_task_that_was_not_copied_is_missed(tmp_path: Path, relocate: Relocate
     for path in (new / "output").glob("00001*"):
         path.unlink()
     said = relocate(new, code=1).out
-    assert f"rank 1: {new}/checkpoints/00001 is missing, and " in said
-    assert "checkpoints/last_chunk/00001.txt names its last chunk" in said
-    assert "so nothing was changed. Copy these files and folders again, and relocate again." in said
+    assert f"rank 1: {new}/checkpoints/00001 is missing: its checkpoint was removed." in said
+    assert "so nothing was changed. Finish what is half done at the old place, copy these files and folders" in said
     for name in ("checkpoints", "output"):
         shutil.copytree(tmp_path / "old" / name, new / name, dirs_exist_ok=True)
     relocate(new)
@@ -264,9 +262,9 @@ def test_a_copy_from_the_middle_of_a_reshard_or_without_its_shares_is_refused(
     plan = new / "checkpoints" / RESHARD_PLAN
     plan.parent.mkdir()
     plan.write_bytes(ReshardPlan(3, 5, 1).to_json())
-    said = relocate(new, code=1).err
+    said = relocate(new, code=1).out
     assert "reshard` was interrupted" in said
-    assert "at the old place, then copy it again" in said
+    assert "Finish what is half done at the old place, copy these files and folders again" in said
     shutil.rmtree(plan.parent)
     for rank in RANKS[:2]:
         edit(new / "checkpoints" / rank / "run.json", reshards=1)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,10 @@ def config(**settings: Any) -> InferenceConfig:
 class Run:
     """A pool of servers, and its client."""
 
-    def __init__(self, client: CompletionClient, servers: ServerPool) -> None:
+    def __init__(self, client: CompletionClient, servers: ServerPool, watch: Callable[[], Awaitable[None]]) -> None:
         self.client = client
         self.servers = servers
+        self.watch = watch
 
     def ask(self, question: str) -> asyncio.Task[Completion]:
         body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
@@ -141,8 +142,10 @@ class Run:
 
 @asynccontextmanager
 async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
-    async with CompletionClient(settings, [], None) as client, ServerPool(settings, 0, client) as servers:
-        yield Run(client, servers)
+    async with CompletionClient(settings, [], None) as client:
+        servers = ServerPool(settings, 0, client)
+        async with servers.running() as watch:
+            yield Run(client, servers, watch)
 
 
 def asked() -> Counter[str]:
@@ -377,7 +380,7 @@ async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -
         break_engine()
         waiting = run.ask("die once")
         with pytest.raises(ServerDied) as caught:
-            await run.servers.watch()
+            await run.watch()
         text = str(caught.value)
         assert "was restarted 2 times within 3600 s, and died again (server_max_restarts=2)" in text
         assert "out of luck" in text
@@ -421,7 +424,7 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) ->
                 await until_async(lambda: any("goes on without this server, with 1 of 2" in line for line in log))
                 await run.ask("still here")
         with pytest.raises(ServerDied):
-            await run.servers.watch()
+            await run.watch()
 
 
 async def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:

@@ -429,6 +429,13 @@ def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, name: st
     )
 
 
+@pytest.mark.parametrize("name", ["status", "verify", "repair"])
+def test_a_checkpoint_of_a_newer_version_names_it(job: Path, said: Said, name: str) -> None:
+    for rank in range(2):
+        edit_settings(job, rank, format=99, written_by="9.9.9")
+    assert "00000/run.json was written by datatrove-ckpt 9.9.9 (format 99)" in said(name, job, code=1)
+
+
 # repair --------------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,6 @@ from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
 from datatrove_ckpt.inference.servers import gpu_slots, server, warm
-from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
@@ -314,7 +313,7 @@ def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest
     handler = logger.add(lambda line: waiting.set() if "Waiting for 4 of the GPUs" in line else None)
 
     async def lease_all() -> None:
-        async with leased_gpus(InferenceConfig("vllm", "m", tp=4)):
+        async with jobs.leased_gpus(InferenceConfig("vllm", "m", tp=4)):
             assert not running()
 
     run(0, server_type="vllm")

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.script_names import secrets_in
 from tests.unit.test_identity import as_main
-from tests.unit.test_pickled_code import step_of
+from tests.unit.test_pickled_code import step_of, used
 
 SECRETS = [
     "hunter2hunter2",
@@ -104,9 +104,9 @@ def slurm_job(folder: Path, step: InferenceRunner) -> SlurmPipelineExecutor:
 def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(
     tmp_path: Path, script: types.ModuleType
 ) -> None:
-    found = script_names.collect(script.rollout)
+    found = script_names.collect(used(script.rollout))
     assert sorted(found.left) == LEFT
-    assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
+    assert sorted(found.values) == ["EOS_TOKEN", "Fine", "NamedTuple", "PROMPT", "SPECIAL"]
     assert "Settings.password, Settings.url" in found.left["Settings"]
     assert "default(token=)" in found.left["default"]
     assert "Client.api_key" in found.left["client"]

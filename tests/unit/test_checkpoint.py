@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import ChunkKey
+from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import RunClaim
-from datatrove_ckpt.checkpoint.interval import Interval
+from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     journal_indices,
@@ -253,7 +253,7 @@ def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
 # storage thread ----------------------------------------------------------------------------------------------------
 
 
-CHUNK = ChunkKey(0, 0)
+CHUNK = Chunk(0, 0)
 
 
 def make_storage(
@@ -261,7 +261,8 @@ def make_storage(
 ) -> tuple[StorageThread, RankFiles]:
     fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
-    rank_files = RankFiles(folder, folder / "last", cache, log, fence, interval or Interval(60), ResumePoint())
+    every = interval or Interval(60, SYNC_TUNING)
+    rank_files = RankFiles(folder, cache, log, fence, every, ResumePoint())
     return StorageThread(rank_files, on_change), rank_files
 
 
@@ -310,7 +311,7 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
         def took(self, duration: float) -> None:
             told.set()
 
-    storage, _ = make_storage(tmp_path, Told(0.01))
+    storage, _ = make_storage(tmp_path, Told(0.01, SYNC_TUNING))
     synced, told = threading.Event(), threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()

@@ -611,7 +611,7 @@ async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
             client.mark_up(target, url, None)
             assert target.limit == 16
             target.limit = 300
-            client.mark_dead(target, "restart")
+            client.router.mark_dead(target, "restart")
             await client.disconnect(target)
 
 
@@ -663,7 +663,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
 
         async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
             writer.write(http(200, chat("wrong")))
-            assert client.mark_dead(target, "stopped").in_flight == 1
+            assert client.router.mark_dead(target, "stopped").in_flight == 1
 
         old.replies = [too_late]
         asking = asyncio.create_task(client.complete(BODY))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datatrove_ckpt.checkpoint.interval import RECENT, Interval, TunedInterval, Tuning, check_seconds, make_interval
+from datatrove_ckpt.checkpoint.interval import RECENT, Interval, Tuning, check_seconds
 from datatrove_ckpt.errors import ConfigError
 
 TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
@@ -33,7 +33,7 @@ def test_the_rule(durations: list[float], seconds: float) -> None:
 @given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))
 def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(durations: list[float]) -> None:
     """Except the last few saves, whose interval has not passed yet."""
-    interval = TunedInterval(TUNING)
+    interval = Interval("auto", TUNING)
     elapsed = 0.0
     for duration in durations:
         interval.took(duration)
@@ -42,18 +42,16 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(dur
 
 
 def test_one_slow_save_does_not_make_the_next_interval_as_long_as_can_be() -> None:
-    interval = TunedInterval(TUNING)
+    interval = Interval("auto", TUNING)
     for duration in [0.002] * 10 + [1.0]:
         interval.took(duration)
     assert interval.seconds < 12
 
 
 def test_a_number_stays_what_it_is() -> None:
-    interval = make_interval(2.5, TUNING)
+    interval = Interval(2.5, TUNING)
     interval.took(100.0)
-    assert type(interval) is Interval
     assert interval.seconds == 2.5
-    assert isinstance(make_interval("auto", TUNING), TunedInterval)
 
 
 @pytest.mark.parametrize("value", ["fast", -1, math.nan, True, None])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.chunks import ChunkKey, ChunkSlot, ChunkTracker, CompleteChunk, no_position
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -23,8 +23,8 @@ from datatrove_ckpt.errors import CheckpointMismatch
 # chunks --------------------------------------------------------------------------------------------------------------
 
 
-def tracker(folder: Path, point: ResumePoint | None = None) -> tuple[ChunkTracker, list[CompleteChunk]]:
-    complete: list[CompleteChunk] = []
+def tracker(folder: Path, point: ResumePoint | None = None) -> tuple[ChunkTracker, list[Chunk]]:
+    complete: list[Chunk] = []
     return ChunkTracker(folder, 2, point or ResumePoint(), complete.append), complete
 
 
@@ -34,18 +34,22 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
     return slot
 
 
+def described(chunks: list[Chunk]) -> list[tuple[int, int, int, str]]:
+    return [(chunk.index, chunk.first_ordinal, chunk.read, chunk.last_input) for chunk in chunks]
+
+
 def test_a_chunk_is_complete_when_its_last_document_finishes_whatever_the_order(tmp_path: Path) -> None:
     chunks, complete = tracker(tmp_path)
     slots = [admit(chunks, ordinal) for ordinal in range(5)]
-    assert [(slot.ordinal, slot.chunk_index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+    assert [(slot.ordinal, slot.chunk.index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
     for ordinal in (3, 1, 2, 4):
-        chunks.document_finished(slots[ordinal])
-    assert complete == [CompleteChunk(ChunkKey(1, 2), 2, "input 3", no_position)]
+        chunks.document_finished(slots[ordinal].chunk)
+    assert described(complete) == [(1, 2, 2, "input 3")]
     chunks.end_of_input()
-    assert [chunk.key for chunk in complete] == [ChunkKey(1, 2), ChunkKey(2, 4)]
+    assert described(complete) == [(1, 2, 2, "input 3"), (2, 4, 1, "input 4")]
     assert not chunks.all_complete
-    chunks.document_finished(slots[0])
-    assert complete[-1] == CompleteChunk(ChunkKey(0, 0), 2, "input 1", no_position)
+    chunks.document_finished(slots[0].chunk)
+    assert described(complete)[-1] == (0, 0, 2, "input 1")
     assert chunks.all_complete
 
 
@@ -54,9 +58,10 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))
     first = [admit(chunks, ordinal) for ordinal in range(2)]
     assert chunks.admit("input 2", no_position) is None
-    assert admit(chunks, 3) == ChunkSlot(3, 2, cached=False)
+    slot = admit(chunks, 3)
+    assert (slot.ordinal, slot.chunk.index, slot.cached) == (3, 2, False)
     assert complete == []
-    assert chunks.key(first[0]) == ChunkKey(0, 0)
+    assert (first[0].chunk.index, first[0].chunk.first_ordinal) == (0, 0)
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
     with pytest.raises(CheckpointMismatch, match="Document 2 of this rank is not the one that was finished there"):
         chunks.admit("another", no_position)
@@ -80,7 +85,12 @@ def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
 
 def manager(folder: Path, **changes: Any) -> CheckpointManager:
     return CheckpointManager(
-        folder, 0, 2, RunIdentity({"records_per_chunk": 2}), changes.pop("write_chunk", write_chunk), **changes
+        folder,
+        0,
+        2,
+        RunIdentity({"records_per_chunk": 2, "tasks": 1}),
+        changes.pop("write_chunk", write_chunk),
+        **changes,
     )
 
 
@@ -106,8 +116,10 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
 def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     checkpoint = manager(tmp_path).open()
     assert checkpoint.resumed.is_fresh
-    assert [checkpoint.admit(f"input {n}") for n in range(3)][2] == ChunkSlot(2, 1, cached=False)
-    checkpoint.finish(ChunkSlot(1, 0, cached=False), Finished(1, "dropped", "input 1", b"null"))
+    slots = [checkpoint.admit(f"input {n}") for n in range(3)]
+    assert [(slot.ordinal, slot.chunk.index, slot.cached) for slot in slots if slot][2] == (2, 1, False)
+    assert slots[1] is not None
+    checkpoint.finish(slots[1], Finished(1, "dropped", "input 1", b"null"))
     checkpoint.close()
     checkpoint = manager(tmp_path).open()
     assert list(checkpoint.resumed.journals) == [0]

@@ -20,7 +20,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, OutputFailed
 from datatrove_ckpt.output.listing import list_output
-from datatrove_ckpt.output.targets import RemoteTarget
+from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
@@ -61,7 +61,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
 
 def remote_folder(scratch: Path, **changes: float) -> RemoteTarget:
     policy = replace(retrying.STORAGE, **{"first": 0.001, **changes})
-    return RemoteTarget(DataFolder("breaking://output"), scratch, "probe", policy)
+    return RemoteTarget(DataFolder("breaking://output"), scratch, policy)
 
 
 @pytest.fixture
@@ -228,10 +228,10 @@ class Uploads:
         }
 
 
-def on_s3(uploads: Uploads, scratch: Path, *left: str) -> RemoteTarget:
+def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
-    target = RemoteTarget(folder, scratch, "probe")
+    target = S3Target(folder, scratch, "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,3 @@ def test_the_order_is_that_of_release_0_1_0(count: int, monkeypatch: pytest.Monk
     salt = xxh3_64_intdigest(b"7/a.parquet/3")
     expected = sorted(range(count), key=lambda number: xxh3_64_intdigest(number.to_bytes(8, "little"), salt))
     assert permutation(count, 7, "a.parquet", 3).tolist() == expected
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 10), (990, None), (400, 5000), (0, 0)])
-def test_a_part_of_an_order_is_that_of_the_whole(first: int, last: int | None) -> None:
-    whole = permutation(1000, 7, "a.parquet", 3).tolist()
-    assert permutation(1000, 7, "a.parquet", 3, first=first, last=last).tolist() == whole[first:last]

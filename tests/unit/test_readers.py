@@ -497,7 +497,10 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "'f2.jsonl' had 48 bytes, and has 49"),
     "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "'f1.jsonl' is now 'f1b.jsonl'"),
     "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),
-    "two changes": (lambda f: ((f / "f1.jsonl").unlink(), (f / "f2.jsonl").write_text("")), "at 'f2.jsonl'"),
+    "two changes": (
+        lambda f: ((f / "f1.jsonl").unlink(), (f / "f2.jsonl").write_text("")),
+        "3 files of 144 bytes were",
+    ),
     "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 20), "'f3.jsonl' ends before the saved position"),
     "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "'f3.jsonl' has changed before byte 32"),
 }
@@ -513,18 +516,13 @@ def test_an_input_that_is_no_continuation_is_refused_by_the_name_of_the_file(six
         resume(six, state)
 
 
-def test_the_file_is_named_among_a_hundred_and_of_several_the_first(tmp_path: Path) -> None:
+def test_the_file_is_named_among_a_hundred(tmp_path: Path) -> None:
     for i in range(100):
         (tmp_path / f"{i:04}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
     state = stop(tmp_path, after=90)
     new = tmp_path / "0042.a.jsonl"
     new.write_text("")
     with pytest.raises(CheckpointMismatch, match=new.name):
-        resume(tmp_path, state)
-    new.unlink()
-    for i in (41, 50):
-        (tmp_path / f"{i:04}.jsonl").write_text("")
-    with pytest.raises(CheckpointMismatch, match=r"among the 4 files from '0040.jsonl' on"):
         resume(tmp_path, state)
 
 
@@ -536,7 +534,7 @@ def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory:
     assert resume(six, state, paths_file=paths.as_posix()) == REST
     names[1], names[2] = names[2], names[1]
     paths.write_text("\n".join(names))
-    with pytest.raises(CheckpointMismatch, match=r"first difference is at 'f2.jsonl'"):
+    with pytest.raises(CheckpointMismatch, match=r"the 3 files of 144 bytes before it now are not the same"):
         resume(six, state, paths_file=paths.as_posix())
     (six / "f2.jsonl").unlink()
     with pytest.raises(CheckpointMismatch, match=r"'f2.jsonl' is gone"):
@@ -579,7 +577,7 @@ def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_
 def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Path, end: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}' + end)
-    states = [stop(tmp_path, after=after) for after in (1, 2)]
+    states = [stop(tmp_path, after=after) for after in ((1, 2) if end else (1,))]
     with path.open("ab") as file:
         file.write((b"" if end else b"\r\n") + b'{"text": "c"}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "d"}\n')
@@ -590,12 +588,13 @@ def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Pat
         assert plain(ours.run()) == plain(documents[done:])
 
 
-def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [b' {"text": "c"}\n', b'\n{"text": "c"}\n'])
+def test_a_last_line_that_grew_is_refused(tmp_path: Path, more: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}')
     state = stop(tmp_path, after=2)
     with path.open("ab") as file:
-        file.write(b' {"text": "c"}\n')
+        file.write(more)
     with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"):
         resume(tmp_path, state)
 

@@ -79,15 +79,6 @@ def test_the_rate_is_that_of_the_last_minutes(tmp_path: Path, hold: Hold) -> Non
     assert read_one(tmp_path, T + 67 * MIN).rates.documents == pytest.approx(0.5)
 
 
-def test_in_the_first_minute_the_rate_is_that_of_the_documents_that_were_finished(tmp_path: Path, hold: Hold) -> None:
-    hold(write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), minute(T, 35)]))
-    state = read(tmp_path, T + 20)
-    assert state.ranks[0].rates.documents == pytest.approx((75 - 35) / 20)
-    assert state.ranks[0].rates.completion_tokens == pytest.approx(100)
-    assert state.totals.working_seconds == 20
-    assert read_one(tmp_path, T + 2).rates.documents == 0
-
-
 def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(tmp_path: Path) -> None:
     folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
     os.utime(folder / layout.COMMITS, (T, T))

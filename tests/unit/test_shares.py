@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.shares import Part, Place, Share, Shares, names_h
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.preflight.reshard.run import deal, fill_level
 from datatrove_ckpt.readers import Reading, SeekingReader, jsonl, position_state, tables
-from datatrove_ckpt.readers.inputs import after, between, divide, joined
+from datatrove_ckpt.readers.inputs import between, divide, joined
 from tests.unit.test_readers import FEW_KINDS, plain, reader, rows, write, write_jsonl
 
 SEEDS = [None, 7]
@@ -68,7 +68,7 @@ def test_what_is_divided_at_a_document_is_the_whole(tmp_path: Path, kind: str, s
     parts, ends = whole(read), places(expected)
     for number in range(0, len(expected), max(1, len(expected) // 7)):
         first = between(parts, Place(0, ()), ends[number])
-        second = after(parts, ends[number])
+        second = between(parts, ends[number], None)
         found = [read_share(read, share_of(read, share)) for share in (first, second)]
         assert [plain(each) for each in found] == [plain(expected[: number + 1]), plain(expected[number + 1 :])]
         assert joined([*first, *second]) == parts
@@ -138,7 +138,7 @@ def test_a_file_that_has_changed_where_it_was_divided_is_refused(tmp_path: Path,
     path.write_text("".join(lines))
     read = reader(str(tmp_path), "jsonl")
     end = places(list(read.run()))[2]
-    shares = [share_of(read, between(whole(read), Place(0, ()), end)), share_of(read, after(whole(read), end))]
+    shares = [share_of(read, between(whole(read), Place(0, ()), end)), share_of(read, between(whole(read), end, None))]
     if change == "shorter":
         path.write_text("".join(lines[:2]))
     else:
@@ -161,7 +161,10 @@ def test_a_file_may_grow_behind_the_part_of_this_rank(tmp_path: Path) -> None:
     read = reader(str(tmp_path), "jsonl")
     documents = list(read.run())
     end = places(documents)[2]
-    first, second = share_of(read, between(whole(read), Place(0, ()), end)), share_of(read, after(whole(read), end))
+    first, second = (
+        share_of(read, between(whole(read), Place(0, ()), end)),
+        share_of(read, between(whole(read), end, None)),
+    )
     state = json.loads(json.dumps(position_state(read_share(read, first)[1])))
     with path.open("a") as file:
         file.write(json.dumps(rows(1, 1)[0]) + "\n")

@@ -18,7 +18,6 @@ from datatrove_ckpt.process import screen as screens
 from datatrove_ckpt.process.screen import (
     WAITING,
     BarTerminal,
-    LogLines,
     RankProgress,
     RunProgress,
     Screen,
@@ -92,7 +91,7 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock: Clock) ->
     progress.update(0, RankProgress(2, 9, done=9, total=100, unit="bytes"))
     clock.now += 10
     progress.update(0, RankProgress(2, 14, 5, 5, 5, done=14, total=100, unit="bytes"))
-    assert (progress.documents, progress.finished, progress.requests) == (14, 15, 25)
+    assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
 def test_rates_are_those_of_the_last_minute(clock: Clock) -> None:
@@ -349,7 +348,7 @@ def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal: Terminal
 def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_interval() -> None:
     clock, said = Clock(), list[tuple[float, str]]()
     progress = RunProgress(1, clock=clock)
-    lines = LogLines(progress, 120, lambda line: said.append((clock.now - 1000, line)), clock)
+    lines = Screen(progress, 120, clock, lambda line: said.append((clock.now - 1000, line)))
     for second in range(300):
         clock.now = 1000.0 + second
         progress.update(0, at(second // 3, second // 3))

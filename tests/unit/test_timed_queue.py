@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from datatrove_ckpt.process.timed_queue import get_within
+from datatrove_ckpt.process.shutdown import get_within
 
 
 def test_a_wait_ends_also_if_its_time_is_over_before_it_begins() -> None:

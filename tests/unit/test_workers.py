@@ -19,7 +19,7 @@ import pytest
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.worker import Inbox, Work
+from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from tests.patience import Patience, until
 
@@ -78,7 +78,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
         assert len(list(done)) == 3 - stop
     assert reporter() is None
     if not stop:
-        assert (screen.progress.documents, screen.progress.finished) == (30, 30)
+        assert (screen.progress.documents, screen.progress.work[0]) == (30, 30)
 
 
 def square(slot: int, task: int) -> int:
@@ -109,17 +109,6 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert workers.lost == {1: "its worker process was ended by SIGKILL"}
     tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
-
-
-def test_half_a_message_is_none() -> None:
-    ours, theirs = multiprocess.Pipe()
-    inbox = Inbox(ours)
-    assert list(inbox.messages()) == []
-    os.write(theirs.fileno(), (100).to_bytes(8) + b"only the start")
-    assert list(inbox.messages()) == []
-    theirs.close()
-    assert list(inbox.messages()) == []
-    assert inbox.is_closed
 
 
 class Stubborn(Exception):

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -98,39 +99,39 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
         stack.enter_context(prometheus.metrics_file(config.metrics_file, config.metrics_file_seconds, rank, metrics))
 
 
+@dataclass(eq=False)
 class Exports:
     """What tells others of one attempt of a rank."""
 
-    def __init__(self, checkpoint: Checkpoint, history: RankReporter, shutdown: Shutdown) -> None:
-        self.stack = ExitStack()
-        self._checkpoint = checkpoint
-        self._history = history
-        self._shutdown = shutdown
-        self._end = ""
+    checkpoint: Checkpoint
+    history: RankReporter
+    shutdown: Shutdown
+    stack: ExitStack = field(default_factory=ExitStack)
+    _end: str = ""
 
     def metrics(self, run: str, rank: int, started_at: float, ranks: int) -> RankNow:
         """The rank's metrics now. In any thread."""
         from datatrove_ckpt.generation.export.prometheus import RankNow
 
-        progress, host, job = self._history.progress(), socket.gethostname(), job_id() or ""
-        self._checkpoint.fill_in(progress)
+        progress, host, job = self.history.progress(), socket.gethostname(), job_id() or ""
+        self.checkpoint.fill_in(progress)
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
-        now, spread = time.time(), self._history.spread()
+        now, spread = time.time(), self.history.spread()
         return RankNow(run, rank, host, job, started_at, ranks, self._state, now, progress, spread)
 
     @property
     def _state(self) -> str:
-        if self._end or self._shutdown.is_requested:
+        if self._end or self.shutdown.is_requested:
             return self._end or "stopping"
-        return "running" if self._history.is_serving else "starting"
+        return "running" if self.history.is_serving else "starting"
 
     @property
     def seconds(self) -> float:
         """How long the end of the rank may wait for others. A signal shortens it."""
-        if self._shutdown.is_fast:
+        if self.shutdown.is_fast:
             return 0.0
-        return _DONE_SECONDS if self._end == "done" and not self._shutdown.is_requested else _STOPPED_SECONDS
+        return _DONE_SECONDS if self._end == "done" and not self.shutdown.is_requested else _STOPPED_SECONDS
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:
@@ -138,7 +139,7 @@ class Exports:
         end = "failed"  # if the block raises
         try:
             yield
-            end = "done" if completed else "stopped" if self._shutdown.is_requested else "failed"
+            end = "done" if completed else "stopped" if self.shutdown.is_requested else "failed"
         finally:
             self._end = end
             self._tell_end()

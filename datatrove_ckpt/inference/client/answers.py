@@ -168,7 +168,6 @@ def _joined(content: object) -> object:
 
 # Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.
 _MAX_COUNT = 1 << 40
-_DROPPED = object()
 
 
 def _clean_usage(usage: JsonObject) -> JsonObject:
@@ -180,20 +179,13 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
         return usage
     cleaned: JsonObject = {}
     for name, value in usage.items():
-        kept = _clean_usage(value) if isinstance(value, dict) else value
         if name.endswith("_tokens"):
-            kept = _count(value)
-        if kept is not _DROPPED:
-            cleaned[name] = kept
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
+                continue
+        cleaned[name] = _clean_usage(value) if isinstance(value, dict) else value
     return cleaned
-
-
-def _count(value: object) -> object:
-    """A number of tokens as an integer; None as it is; ``_DROPPED`` if it is no such number."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    fits = value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)
-    return value if fits else _DROPPED
 
 
 def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:

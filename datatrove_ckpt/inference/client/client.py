@@ -75,7 +75,6 @@ from datatrove_ckpt.inference.client.answers import (
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
     AttemptLost,
-    Death,
     HealthProbe,
     Request,
     Router,
@@ -263,7 +262,7 @@ class CompletionClient:
     Args:
         config: timeouts, attempts, slots; ``use_chat`` chooses the path.
         urls: base URLs of servers that are always there. Servers that we launch come with ``add`` and
-            ``mark_up``, and go with ``mark_dead``.
+            ``mark_up``, and go with ``router.mark_dead``.
         api_key: bearer token for ``urls``, or None.
         sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
         clock: replaces ``time.monotonic`` for patience.
@@ -335,10 +334,6 @@ class CompletionClient:
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
         self.router.admit()
-
-    def mark_dead(self, target: Target, cause: str) -> Death:
-        """A server is dead, or will be killed now: the requests that it has in flight are sent again."""
-        return self.router.mark_dead(target, cause)
 
     async def disconnect(self, target: Target) -> None:
         """Close all connections to a server that was marked dead."""
@@ -498,7 +493,7 @@ class CompletionClient:
         if not request.without_reason:
             request.without_reason_since = now
         request.without_reason += 1
-        if target.gives_reasons or not self._config.may_lack_finish_reason or not answer.text:
+        if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         lasts = now - request.without_reason_since >= _STOPPING
         if lasts and request.without_reason >= self._config.request_max_attempts:

@@ -220,13 +220,11 @@ class Quarantine:
 
     def restart(self) -> None:
         """Begin with a group of one, on another server."""
-        self.in_flight, self._group_limit, self._peak = 0, 1, 0
+        self.in_flight, self._group_limit, self._peak = 0, 1, len(self._waiting)
 
     def add(self, request: Request, future: asyncio.Future[Target]) -> None:
         self._arrivals += 1
         heapq.heappush(self._waiting, (request.age, self._arrivals, request, future))
-
-    def update_peak(self) -> None:
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> asyncio.Future[Target]:
@@ -334,7 +332,7 @@ class Router:
         self.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
-        """The server of a target is dead: the attempts that it has in flight are lost."""
+        """The server of a target is dead, or will be killed now: the requests in flight there are sent again."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
@@ -386,7 +384,6 @@ class Router:
         if reserved is None:
             return
         reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
-        quarantine.update_peak()
         # The target has answered its other requests when all that it has in flight are quarantined ones.
         while quarantine.has_room() and reserved.in_flight == quarantine.in_flight and self._in_flight < self._limit:
             quarantine.start_next().set_result(self._assign(reserved))

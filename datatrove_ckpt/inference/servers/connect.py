@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -70,8 +70,8 @@ async def connect(
 
         async with CompletionClient(config, [], None, shutdown=shutdown) as client:
             client.on_server = on_server or client.on_server
-            async with ServerPool(config, rank, client, shutdown) as pool:
-                yield client, pool.watch
+            async with ServerPool(config, rank, client, shutdown).running() as watch:
+                yield client, watch
 
 
 # Servers that run already: nothing to launch or stop, only a check that they answer before the first request.
@@ -88,12 +88,21 @@ class ExternalServers:
 
     Args:
         config: ``endpoint_url``, the key, and the ready window, of which at most ``server_patience_seconds`` count.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
 
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
+        self._headers = self.api_key.headers() if self.api_key is not None else None
+
+    async def ask(self) -> list[EndpointAnswer]:
+        """Asks each of them once which models it serves."""
+        proxied = needs_proxy(self.urls)
+        return list(await asyncio.gather(*(_ask(url, self._headers, proxied) for url in self.urls)))
 
     async def start(self) -> None:
         """Wait until one of the URLs answers GET /v1/models, or /models below its own path.
@@ -103,7 +112,6 @@ class ExternalServers:
         whether its API is below /v1 gets no requests.
 
         Raises:
-            ConfigError: an endpoint_url is not a URL.
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
@@ -111,9 +119,8 @@ class ExternalServers:
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
-        headers = self.api_key.headers() if self.api_key is not None else None
         while True:
-            answers = await _ask_all(self.urls, headers)
+            answers = await self.ask()
             causes = self._causes(answers)
             if len(causes) < len(answers):
                 if said_at >= started:
@@ -173,22 +180,6 @@ class EndpointAnswer:
     refused: int = 0
     api: HiddenUrl | None = None
     models: list[str] | None = None
-
-
-async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
-    """Asks each of ``config.endpoint_urls`` once which models it serves.
-
-    Raises:
-        ConfigError: an endpoint_url is not a URL, or the key is not set.
-    """
-    servers = ExternalServers(config)
-    headers = servers.api_key.headers() if servers.api_key is not None else None
-    return await _ask_all(servers.urls, headers)
-
-
-async def _ask_all(urls: Sequence[HiddenUrl], headers: HiddenDict | None) -> list[EndpointAnswer]:
-    proxied = needs_proxy(urls)
-    return list(await asyncio.gather(*(_ask(url, headers, proxied) for url in urls)))
 
 
 async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:

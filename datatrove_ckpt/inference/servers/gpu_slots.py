@@ -24,8 +24,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,20 +53,17 @@ class GpuLease:
     Attributes:
         env: additions to the server's environment.
         locks: file descriptors of the locks that hold the lease; the server inherits them.
-        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them; empty if the GPUs were not divided.
     """
 
     env: HiddenDict = field(default_factory=HiddenDict)
-    locks: tuple[int, ...] = ()
-    gpus: tuple[str, ...] = ()
+    locks: list[int] = field(default_factory=list)
 
     def add_lock(self, lock: int) -> None:
-        self.locks = (*self.locks, node.own(lock))
+        self.locks.append(node.own(lock))
 
     def close(self) -> None:
         while self.locks:
-            node.close(self.locks[0])
-            self.locks = self.locks[1:]
+            node.close(self.locks.pop())
 
 
 async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
@@ -91,17 +86,6 @@ async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
     return leases
 
 
-@asynccontextmanager
-async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
-    """``lease_gpus`` for the time of a block."""
-    leases = await lease_gpus(config)
-    try:
-        yield leases
-    finally:
-        for lease in leases:
-            lease.close()
-
-
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
     listed = os.environ.get(_VISIBLE)
@@ -112,7 +96,7 @@ def visible_gpus() -> list[str]:
 
 async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
     visible = visible_gpus()
-    ranks_share_them = config.engine.leases_gpus and _executor() == "LOCAL"
+    ranks_share_them = config.engine.leases_gpus and os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     if not visible or not (config.replicas > 1 or ranks_share_them):
         return
     each = config.engine.gpus_per_server(config)
@@ -127,15 +111,10 @@ async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
         chosen = await _lock_gpus(visible, needed)
     for index, lease in enumerate(leases):
         share = chosen[index * each : (index + 1) * each]
-        lease.gpus = tuple(name for name, _ in share)
-        lease.env[_VISIBLE] = ",".join(lease.gpus)
+        lease.env[_VISIBLE] = ",".join(name for name, _ in share)
         for _, lock in share:
             if lock >= 0:
                 lease.add_lock(lock)
-
-
-def _executor() -> str:
-    return os.environ.get("DATATROVE_EXECUTOR", "LOCAL")
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
@@ -174,20 +153,16 @@ def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[
     gate = _try_lock(folder / "claim.lock")
     if gate is None:
         return None
+    locked: list[tuple[str, int]] = []
     try:
-        return _lock_first_free(folder, visible, needed)
+        for name in visible:
+            lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")
+            if lock is not None:
+                locked.append((name, lock))
+            if len(locked) == needed:
+                return locked
     finally:
         os.close(gate)
-
-
-def _lock_first_free(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    locked: list[tuple[str, int]] = []
-    for name in visible:
-        lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")
-        if lock is not None:
-            locked.append((name, lock))
-        if len(locked) == needed:
-            return locked
     for _, lock in locked:
         os.close(lock)
     return None
@@ -214,8 +189,11 @@ def _try_lock(path: Path) -> int | None:
 
 def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
     """Lock a cache folder of an engine that no other running server uses. The arguments are ``Engine.cache``."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+    root = Path(os.environ.get(variable) or default) / "datatrove-ckpt"
     try:
-        for folder in _cache_folders(variable, name):
+        for index in range(_MAX_CACHES):
+            folder = root / f"{socket.gethostname()}_{index}"
             folder.mkdir(parents=True, exist_ok=True)
             lock = _try_lock(folder / "lock")
             if lock is not None:
@@ -226,10 +204,3 @@ def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
         logger.warning(
             f"{name} uses its common cache folder: {error}. Servers that start together may write to the same files."
         )
-
-
-def _cache_folders(variable: str, name: str) -> Iterator[Path]:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
-    root = Path(os.environ.get(variable) or default)
-    for index in range(_MAX_CACHES):
-        yield root / "datatrove-ckpt" / f"{socket.gethostname()}_{index}"

@@ -17,25 +17,20 @@ import sys
 from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
-from datatrove_ckpt.errors import ConfigError
 
 # llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
 _WARNINGS = 2
 
-# xllamacpp.CommonParams. ``Any``, because xllamacpp has no type hints.
+# Of xllamacpp.CommonParams, which has no type hints, hence ``Any``.
 CommonParams = Any
+_PLAIN = (bool, int, float, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal arrives; the exit code."""
-    known, rest = _parser().parse_known_args(arguments)
     import xllamacpp
 
-    try:
-        params = _params(xllamacpp.CommonParams(), known, rest)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    params = _params(xllamacpp.CommonParams(), arguments)
     # Blocks until the model is loaded; /v1/models answers 503 meanwhile.
     try:
         server = xllamacpp.Server(params)
@@ -47,65 +42,42 @@ def main(arguments: list[str] | None = None) -> int:
         signal.pause()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.llamacpp", allow_abbrev=False)
+def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
+    """llama.cpp's settings. What is wrong with an argument ends the process with exit code 2."""
+    usage = (
+        "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain fields of common_params"
+    )
+    # "resolve": a flag of ours has the name of a field, and ``--no-x`` may be a field and the opposite of another one.
+    parser = argparse.ArgumentParser(
+        usage=usage, argument_default=argparse.SUPPRESS, conflict_handler="resolve", allow_abbrev=False
+    )
+    for name in dir(params):
+        kind = type(getattr(params, name))
+        if kind in _PLAIN and not name.startswith("_"):
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            parser.add_argument(f"--{name.replace('_', '-')}", **how)
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context", type=int, default=2048, help="tokens per request")
     parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="threads; default: all usable cores")
-    return parser
-
-
-def _params(params: CommonParams, known: argparse.Namespace, rest: list[str]) -> CommonParams:
-    params.model.path = known.model
-    params.model_alias = {known.alias}
+    given = vars(parser.parse_args(arguments))
+    params.model.path = given.pop("model")
+    params.model_alias = {given.pop("alias")}
     params.hostnames = [HOST]
-    params.port = known.port
-    params.n_parallel = known.parallel
-    params.n_ctx = known.context * known.parallel  # llama.cpp divides its context among its parallel requests
-    params.cpuparams.n_threads = known.threads
-    params.cpuparams_batch.n_threads = known.threads
+    params.n_parallel = given.pop("parallel")
+    params.n_ctx = given.pop("context") * params.n_parallel  # llama.cpp divides it among its parallel requests
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.pop("threads")
     params.endpoint_metrics = True
     params.ui = False
     params.verbosity = _WARNINGS
     key = os.environ.pop(API_KEY_VARIABLE, None)
     if key:
         params.api_keys = [key]
-    for argument in rest:
-        _set_field(params, argument)
+    for name, value in given.items():
+        setattr(params, name, value)
     return params
-
-
-def _set_field(params: CommonParams, argument: str) -> None:
-    """Set one field from ``--name=value``, ``--name`` or ``--no-name``.
-
-    Raises:
-        ConfigError: there is no such field, or the value does not have its type.
-    """
-    name, has_value, text = argument.removeprefix("--").partition("=")
-    field = name.replace("-", "_")
-    value: str | bool = text if has_value else True
-    if not has_value and field.startswith("no_") and not hasattr(params, field):
-        field, value = field.removeprefix("no_"), False
-    current = getattr(params, field, None)
-    if not argument.startswith("--") or type(current) not in (bool, int, float, str):
-        raise ConfigError(f"unrecognized arguments: {argument} (no plain field of llama.cpp's common_params)")
-    try:
-        setattr(params, field, _converted(value, type(current)))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"unrecognized arguments: {argument} ({error})") from error
-
-
-def _converted(value: str | bool, kind: type) -> object:
-    if kind is bool and isinstance(value, str):
-        if value.lower() not in ("true", "false"):
-            raise ValueError("needs true or false")
-        return value.lower() == "true"
-    if isinstance(value, bool) and kind is not bool:
-        raise ValueError("needs a value")
-    return kind(value)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpu_slots import leased_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -56,9 +56,8 @@ class HeadNode:
         self.on_worker_death: Callable[[str], None] = lambda cause: None
         self._port = config.master_port + 1
         self._started = False
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._handlers: set[asyncio.Task[None]] = set()
-        self._unproven: set[asyncio.StreamWriter] = set()
+        self._writers: set[asyncio.StreamWriter] = set()  # to nodes of this task
+        self._handlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -76,7 +75,7 @@ class HeadNode:
         self._lost_node.cancel()
         self._listener.close()
         # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
-        for writer in (*self._unproven, *self._writers):
+        for writer in self._handlers.values():
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
@@ -97,12 +96,9 @@ class HeadNode:
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._handlers.add(task)
-        self._unproven.add(writer)
+        self._handlers[task] = writer
         host = writer.get_extra_info("peername")[0]
-        is_node = await authenticate(reader, writer, HEAD, WORKER)
-        self._unproven.discard(writer)
-        if is_node:
+        if await authenticate(reader, writer, HEAD, WORKER):
             await self._follow(reader, writer, host)
         elif self._listener.is_serving():
             logger.warning(
@@ -110,7 +106,7 @@ class HeadNode:
                 f"not prove that it knows this task's {LINK_KEY_VARIABLE}."
             )
         writer.close()
-        self._handlers.discard(task)
+        del self._handlers[task]
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         """Listen to a worker until its connection closes."""
@@ -152,42 +148,31 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
     if connection is None:
         return
     reader, writer = connection
-    async with leased_gpus(config) as (lease,):
+    (lease,) = await lease_gpus(config)
+    with contextlib.closing(lease):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
+        watch: asyncio.Task[None] | None = None
         try:
-            await _serve_part(reader, writer, server)
+            while await read_line(reader) == _START:  # (re)start
+                if watch is not None:
+                    watch.cancel()
+                await server.kill()
+                await server.launch()
+                watch = asyncio.create_task(_report_death(server, writer))
+            logger.info("The head node has ended, so this node stops, too.")
         finally:
+            if watch is not None:
+                watch.cancel()
             writer.close()
             await server.kill()
 
 
-async def _serve_part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: InferenceServer) -> None:
-    """(Re)start the server at each command of the head node, and report when it dies; until the connection closes."""
-    death: asyncio.Task[None] | None = None
-    command = asyncio.create_task(read_line(reader))
+async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -> None:
     try:
-        while True:
-            await asyncio.wait([task for task in (command, death) if task], return_when=asyncio.FIRST_COMPLETED)
-            if death is not None and death.done():
-                logger.warning(str(death.exception()))
-                writer.write(_DIED)
-                death = None
-            if not command.done():
-                continue
-            if command.result() != _START:
-                logger.info("The head node has ended, so this node stops, too.")
-                return
-            if death is not None:
-                death.cancel()
-            await server.kill()
-            await server.launch()
-            death = asyncio.create_task(server.watch())
-            command = asyncio.create_task(read_line(reader))
-    finally:
-        for task in (command, death):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(task for task in (command, death) if task), return_exceptions=True)
+        await server.watch()
+    except ServerDied as error:
+        logger.warning(str(error))
+        writer.write(_DIED)
 
 
 async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import NoReturn, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NoReturn
 
 from loguru import logger
 
@@ -59,54 +58,42 @@ class ServerPool:
         self.client = client
         self.supervisors: list[ServerSupervisor] = []
         self._head: HeadNode | None = None
-        self._exit = AsyncExitStack()
-        self._supervision: asyncio.Task[None] | None = None
-        self._settings: Settings | None = None  # None: this rank shares its servers with no other one
-        self._keep = False
 
     @property
     def restarts(self) -> int:
         return sum(supervisor.restarts for supervisor in self.supervisors)
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Servers run in this block. After it they may stay for the next rank, if it ends without an exception.
+
+        Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
+        """
         async with AsyncExitStack() as stack:
+            settings: Settings | None = None  # this rank shares its servers with no other one
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
             elif self.config.reuse_servers:
-                self._settings = await asyncio.to_thread(server_settings, self.config)
-            servers = await take(self._settings, self.rank) or await self._new_servers()
-            stack.push_async_callback(self._end, servers)
-            for index, server in enumerate(servers):
-                supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
-                self.supervisors.append(supervisor)
-            if self._head is not None:
-                self._head.on_worker_death = self.supervisors[0].mark_dead
-            await self._run_unless_a_node_is_lost(supervisor.start() for supervisor in self.supervisors)
-            self._supervision = asyncio.create_task(self._supervise())
-            self._exit = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._supervision is not None:
-            self._supervision.cancel()
-            await asyncio.gather(self._supervision, return_exceptions=True)
-        self._keep = kind is None
-        await self._exit.__aexit__(kind, error, trace)
-        if self.restarts:
-            resent = self.client.stats.resent
-            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
-
-    async def watch(self) -> None:
-        """Wait until no server is left.
-
-        Raises:
-            ServerDied: none is left, and none may be restarted.
-        """
-        assert self._supervision is not None
-        await asyncio.shield(self._supervision)
+                settings = await asyncio.to_thread(server_settings, self.config)
+            servers = await take(settings, self.rank) or await self._new_servers()
+            kept = None
+            try:
+                for index, server in enumerate(servers):
+                    supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
+                    self.supervisors.append(supervisor)
+                if self._head is not None:
+                    self._head.on_worker_death = self.supervisors[0].mark_dead
+                await self._run_all(supervisor.start() for supervisor in self.supervisors)
+                supervision = asyncio.create_task(self._supervise())
+                try:
+                    yield lambda: asyncio.shield(supervision)
+                    kept = settings
+                finally:
+                    supervision.cancel()
+                    await asyncio.gather(supervision, return_exceptions=True)
+            finally:
+                await self._end(servers, kept)
 
     async def _supervise(self) -> None:
         left = len(self.supervisors)
@@ -122,23 +109,30 @@ class ServerPool:
                 logger.error(f"{error}\nThe run goes on without this server, with {left} of {len(self.supervisors)}.")
 
         try:
-            await self._run_unless_a_node_is_lost(supervise(supervisor) for supervisor in self.supervisors)
+            await self._run_all(supervise(supervisor) for supervisor in self.supervisors)
         except ServerDied as error:
             self.client.router.fail(str(error))
             raise
 
-    async def _run_unless_a_node_is_lost(self, work: Iterable[Awaitable[None]]) -> None:
-        if self._head is None:
-            return await _run_all(work)
-        watch = asyncio.create_task(self._head.watch())
-        running = asyncio.create_task(_run_all(work))
+    async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
+        """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group.
+
+        Raises:
+            ServerDied: a node was lost.
+        """
+        watch = self._head.watch() if self._head is not None else wait_until_cancelled()
+        node_lost: asyncio.Future[None] = asyncio.ensure_future(watch)
+        tasks = [*map(asyncio.ensure_future, work), node_lost]
+        left = {*tasks}
         try:
-            await asyncio.wait([watch, running], return_when=asyncio.FIRST_COMPLETED)
-            await (running if running.done() else watch)
+            while left != {node_lost}:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
-            watch.cancel()
-            running.cancel()
-            await asyncio.gather(watch, running, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _new_servers(self) -> list[InferenceServer]:
         """Servers that are not started yet, each with its lease."""
@@ -148,10 +142,14 @@ class ServerPool:
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
         return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
 
-    async def _end(self, servers: list[InferenceServer]) -> None:
+    async def _end(self, servers: list[InferenceServer], settings: Settings | None) -> None:
+        """``settings``: with which the next rank may have them; None: it may not."""
+        if self.restarts:
+            resent = self.client.stats.resent
+            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
         for supervisor in self.supervisors:
-            self.client.mark_dead(supervisor.target, "the run ends")
-        if self._keep and self._settings is not None and keep(ServerSet(self._settings, self.rank, servers)):
+            self.client.router.mark_dead(supervisor.target, "the run ends")
+        if settings is not None and keep(ServerSet(settings, self.rank, servers)):
             await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:
@@ -159,17 +157,6 @@ class ServerPool:
         finally:
             for server in servers:
                 server.lease.close()
-
-
-async def _run_all(work: Iterable[Awaitable[None]]) -> None:
-    """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # All times are seconds.
@@ -297,7 +284,7 @@ class ServerSupervisor:
 
     def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
-            self._death = self.client.mark_dead(self.target, cause.partition("\n")[0])
+            self._death = self.client.router.mark_dead(self.target, cause.partition("\n")[0])
             self._death_cause.set_result(cause)
 
     async def _restart(self, cause: str) -> None:

@@ -433,7 +433,7 @@ class GuardedProcess:
                 start_new_session=True,  # Ctrl-C in the terminal is for the runner
             )
         except BaseException:
-            self._close_lifeline()
+            self.request_stop()
             raise
         finally:
             os.close(lifeline_end)
@@ -456,14 +456,16 @@ class GuardedProcess:
 
     def request_stop(self) -> None:
         """Let the guardian stop the server: SIGTERM, and SIGKILL for what is left after the timeout."""
-        self._close_lifeline()
+        if self._lifeline is not None:
+            node.close(self._lifeline)
+            self._lifeline = None
 
     def request_kill(self) -> None:
         """Let the guardian stop the server at once, by SIGKILL."""
         if self._lifeline is not None:
             with contextlib.suppress(BrokenPipeError):  # the guardian has ended already
                 os.write(self._lifeline, guardian.KILL_NOW)
-        self._close_lifeline()
+        self.request_stop()
 
     def wait_until_stopped(self) -> int:
         """The exit code. Only after one of the two requests. Blocks."""
@@ -472,11 +474,6 @@ class GuardedProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-    def _close_lifeline(self) -> None:
-        if self._lifeline is not None:
-            node.close(self._lifeline)
-            self._lifeline = None
 
 
 # Finds out why a server did not start, from its exit code and the end of its log.

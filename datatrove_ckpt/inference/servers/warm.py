@@ -184,9 +184,11 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
     finally:
         with state.lock:
             state.ranks -= 1
-        if succeeded:
-            _start_timer()
-        else:
+            if succeeded and state is _state and state.warm is not None and not state.ranks:
+                state.timer = threading.Timer(IDLE_SECONDS, _stop_idle)
+                state.timer.daemon = True
+                state.timer.start()
+        if not succeeded:
             close_warm_servers()
 
 
@@ -208,16 +210,6 @@ def _take_all() -> ServerSet | None:
         warm, _state.warm = _state.warm, None
         _cancel_timer()
         return warm
-
-
-def _start_timer() -> None:
-    with _state.lock:
-        if _state.warm is None or _state.ranks:
-            return
-        _cancel_timer()
-        _state.timer = threading.Timer(IDLE_SECONDS, _stop_idle)
-        _state.timer.daemon = True
-        _state.timer.start()
 
 
 def _cancel_timer() -> None:

@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from datatrove_ckpt.checkpoint.history_log import AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import (
-    End,
     Progress,
     ServerEvent,
     Spread,
@@ -41,51 +41,38 @@ _TOGETHER_SECONDS = 60.0  # between two lines of a history: when exactly a rank 
 
 
 @dataclass(slots=True)
-class AttemptLog:
-    """One attempt. ``first_at``, ``last_at``: times of its first and last line, in Unix seconds."""
+class AttemptLog(AttemptSummary):
+    """One attempt, with the lines that were read of it."""
 
-    number: int
-    first_at: float
-    last_at: float
-    start: Start | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     minutes: list[Progress] = field(default_factory=list)
     spread: Spread | None = None
-    end: End | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.end is not None and self.end.why == "done"
 
     @property
     def how_it_ended(self) -> str:
         """A few words."""
-        if self.end is None:
+        if self.ended is None:
             return NO_WORD
-        why, what = self.end.why, self.end.what
-        return f"stopped by {what}" if why == "stopped" and what else what or why
+        return f"stopped by {self.what}" if self.why == "stopped" and self.what else self.what or self.why
 
     @property
     def place(self) -> str:
         """Host and Slurm job."""
-        if self.start is None:
-            return ""
-        return self.start.host + (f", Slurm job {self.start.job}" if self.start.job else "")
+        return self.host + (f", Slurm job {self.slurm_job}" if self.slurm_job else "")
 
     @property
-    def in_flight(self) -> int | None:
-        """Requests that were in flight at its last line. Those are sent again.
+    def repeated(self) -> int | None:
+        """Requests that were in flight at its last line: those are sent again.
 
         None: its last line knows of none, but came before it was killed.
         """
-        known = self.minutes[-1].in_flight if self.minutes else None
-        return known or (known if self.end is not None else None)
+        return self.in_flight if self.minutes and (self.in_flight or self.ended is not None) else None
 
     @property
     def seconds_until_ready(self) -> float | None:
         """From the attempt's start until its first server answered."""
         ready = next((event.at for event in self.servers if event.what in ("ready", "reused")), None)
-        return None if ready is None else max(0.0, ready - self.first_at)
+        return None if ready is None else max(0.0, ready - self.started)
 
 
 @dataclass(slots=True)
@@ -124,18 +111,14 @@ def parse_log(data: bytes, most: int = 1000) -> RankLog:
             log.damaged += unseal(line) is None
             continue
         attempt = found.setdefault(record.attempt, AttemptLog(record.attempt, record.at, record.at))
-        attempt.last_at = max(attempt.last_at, record.at)
+        attempt.take(record)
         match record:
             case Progress():
                 attempt.minutes.append(record)
             case ServerEvent():
                 attempt.servers.append(record)
-            case Start():
-                attempt.start = record
             case Spread():
                 attempt.spread = record
-            case End():
-                attempt.end = record
     log.attempts = [found[number] for number in sorted(found)]
     return log
 
@@ -176,7 +159,7 @@ class OverTime:
         Args:
             until: its last attempt still runs, and ran until then.
         """
-        spans = [[attempt.first_at, attempt.last_at] for attempt in log.attempts]
+        spans = [[attempt.started, attempt.last_seen] for attempt in log.attempts]
         if until is not None and spans:
             spans[-1][1] = max(spans[-1][1], until)
         for start, end in spans:
@@ -211,7 +194,7 @@ class OverTime:
 
 def time_axis(logs: Iterable[RankLog], now: float | None = None) -> OverTime | None:
     """From the first line to the last one, or to ``now``; None without lines."""
-    spans = [(attempt.first_at, attempt.last_at) for log in logs for attempt in log.attempts]
+    spans = [(attempt.started, attempt.last_seen) for log in logs for attempt in log.attempts]
     if not spans:
         return None
     first = min(first for first, _ in spans)
@@ -233,7 +216,7 @@ def _lines(attempts: Sequence[AttemptLog]) -> tuple[list[float], list[Progress]]
         times += [minute.at for minute in minutes]
         lines += minutes
         step = minutes[-1].at - minutes[-2].at if len(minutes) > 1 else _MINUTE
-        ended = max(attempt.last_at, minutes[-1].at + min(step, _MINUTE))
+        ended = max(attempt.last_seen, minutes[-1].at + min(step, _MINUTE))
     return times, lines
 
 
@@ -286,12 +269,12 @@ def interruptions(rank: str, log: RankLog, is_running: bool) -> Iterator[Interru
     followed = [*log.attempts[1:], None]
     for attempt, following in zip(log.attempts, followed, strict=False):
         yield from _deaths(rank, attempt)
-        if attempt.is_done or (following is None and is_running):
+        if attempt.why == "done" or (following is None and is_running):
             continue
-        away = None if following is None else max(0.0, following.first_at - attempt.last_at)
+        away = None if following is None else max(0.0, following.started - attempt.last_seen)
         starting = None if following is None else following.seconds_until_ready
-        at, why = attempt.last_at, attempt.how_it_ended
-        yield Interruption((rank,), at, why, attempt.place, away, starting, attempt.in_flight)
+        at, why = attempt.last_seen, attempt.how_it_ended
+        yield Interruption((rank,), at, why, attempt.place, away, starting, attempt.repeated)
 
 
 def _deaths(rank: str, attempt: AttemptLog) -> Iterator[Interruption]:

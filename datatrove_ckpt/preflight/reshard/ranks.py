@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     RUN,
     journal_path,
-    last_chunk_file,
+    last_chunk_of,
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.shares import Part, Place, Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.readers.inputs import after, between
+from datatrove_ckpt.readers.inputs import between
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
 
 
@@ -154,12 +154,11 @@ class Scanner:
         return found
 
     def _recover(self, found: RankInput) -> None:
-        last_chunk = last_chunk_file(self._root, found.rank)
         cache = RequestCache(found.folder / CACHE)
         try:
             log = CommitLog(found.folder / COMMITS)
-            files.disk.make_dirs(last_chunk.parent)  # migrate leaves none
-            found.point = recover(found.folder, last_chunk, log, cache, self._records_per_chunk)
+            files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
+            found.point = recover(found.folder, log, cache, self._records_per_chunk)
         finally:
             cache.close()
 
@@ -184,7 +183,7 @@ class Scanner:
             # One more, because the format says how large the rest of a file is once it has opened it.
             extents = [each for each in (next(documents, None), document) if each is not None]
             reading.check_share()
-        found.rest = self.sized(after(share.parts, found.places[-1]))
+        found.rest = self.sized(between(share.parts, found.places[-1], None))
         read = self._read_of_file(found.places[-1], extents)
         if found.rest and found.places[-1].at:
             found.rest[0] = found.rest[0]._replace(bytes=max(0, int(found.rest[0].bytes - read)))

@@ -14,7 +14,10 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint.forks import is_unstarted
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
     RUN,
@@ -26,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out, unstarted_ranks
+from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -363,9 +366,7 @@ def check_all_here(root: Path, tasks: int) -> None:
     Raises:
         CheckpointMismatch: the last chunk of a task is named, or there is a retry of it, and it has no checkpoint.
     """
-    retried = {rank for folder in retry_folders(root) for rank in rank_numbers(folder)}
-    without = [rank for rank in range(tasks) if not (rank_folder(root, rank) / RUN).exists()]
-    if missing := [rank for rank in without if rank in retried or last_chunk_file(root, rank).exists()]:
+    if missing := JobLedger.read(root, tasks).removed:
         raise CheckpointMismatch(
             f"{root} holds no checkpoint of {name_tasks(missing)}, and {last_chunk_file(root, missing[0]).parent} or a "
             "retry shows that there was one. Bring it back: reshard needs the folders of all tasks in one place. Where "
@@ -391,7 +392,8 @@ def refuse_retried(root: Path, rank: int, tasks: int) -> None:
 
 
 def check_fork(root: Path) -> None:
-    if unstarted := unstarted_ranks(root):
+    paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
+    if unstarted := [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]:
         raise ConfigError(
             f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
             "for the number of tasks of the other run only. Start every task of it once, or make a new run."

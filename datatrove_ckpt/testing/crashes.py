@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import sqlite3
 import tempfile
@@ -17,12 +16,10 @@ import xxhash
 from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.checkpoint.history_records import parse_history
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
-from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
-    FailingDisk,
     PowerLossDisk,
     copy_tree,
     disk_in_place,
@@ -109,7 +106,7 @@ def assert_same_output_after_crash(
         if not depth:
             run(folder)
             report.attempts += 1
-            _assert_equal(folder / output, expected, crashes)
+            assert_equal(folder / output, expected, crashes)
             return
         start = folder.with_name(f"{folder.name}.depth-{depth}")
         copy_tree(folder, start)
@@ -120,7 +117,7 @@ def assert_same_output_after_crash(
             with disk_in_place(disk):
                 run(folder)
             if disk.crashed_at is None:
-                _assert_equal(folder / output, expected, crashes)
+                assert_equal(folder / output, expected, crashes)
                 return
             report.points += [] if crashes else [disk.crashed_at]
             for survivor in disk.survivors():
@@ -132,66 +129,6 @@ def assert_same_output_after_crash(
     with clock.stopped():  # else no two folders would be equal
         resume([], 2 if recoveries else 1)
     return report
-
-
-def assert_same_output_after_disk_errors(
-    run: Attempt,
-    folder: Path,
-    *,
-    output: str = "output",
-    codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
-    after_error: Attempt = lambda folder: None,
-) -> list[str]:
-    """Makes every effect of a job fail, once and permanently, and runs the job again without the fault.
-
-    Args:
-        run: one attempt of the job.
-        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
-        output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
-        codes: the values of ``errno`` to try.
-        after_error: called with the folder as each failure leaves it, for further assertions.
-
-    Returns:
-        What failed: effect, error, and whether permanently.
-
-    Raises:
-        AssertionError: the job ignored a failure, its error does not name the file and what to do, or the output
-            differs.
-    """
-    fresh = folder.with_name(folder.name + ".fresh")
-    copy_tree(folder, fresh)
-    run(folder)
-    expected = outputs(folder / output)
-    tried: list[str] = []
-    for code in codes:
-        for permanent in (False, True):
-            number = 0
-            while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, permanent))) is not None:
-                label = f"{refused}: {errno.errorcode[code]}{' (permanent)' if permanent else ''}"
-                after_error(folder)
-                run(folder)
-                _assert_equal(folder / output, expected, [label])
-                tried.append(label)
-                number += 1
-    return tried
-
-
-def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str | None:
-    copy_tree(fresh, folder)
-    failure: CkptError | None = None
-    try:
-        with disk_in_place(disk):
-            run(folder)
-    except CkptError as error:
-        failure = error
-    if failure is None:
-        assert disk.failed_at is None, f"the job ignored an error of the disk: {disk.failed_at}"
-    else:
-        assert disk.failed_at is not None, f"the job failed without an error of the disk: {failure}"
-        message = str(failure)
-        assert any(str(path) in message for path in disk.refused), f"it names none of {disk.refused}: {message}"
-        assert "run the same command again" in message, f"the message does not say what to do: {message}"
-    return disk.failed_at
 
 
 def _state(folder: Path) -> str:
@@ -220,7 +157,8 @@ def _rows(database: Path) -> bytes:
             connection.close()
 
 
-def _assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
+def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
+    """Asserts that the folder holds these files, after what is named."""
     actual = outputs(folder)
     assert actual.keys() == expected.keys(), f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
     for name, content in expected.items():

@@ -1,9 +1,7 @@
-"""Disks that crash, lose power, or refuse: subclasses of ``files.Disk`` that stand in for it during a test."""
+"""Disks that crash or lose power: subclasses of ``files.Disk`` that stand in for it during a test."""
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
@@ -72,13 +69,13 @@ class WatchedRemote(object_store.Effects):
         self.disk = disk
 
 
-def _path(args: Arguments) -> Path:
+def path_of(args: Arguments) -> Path:
     """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 
 def _on_disk(name: str) -> Callable[..., int | None]:
-    return lambda self, *args: self.happen(name, args, _path(args), lambda: getattr(files.Disk, name)(self, *args))
+    return lambda self, *args: self.happen(name, args, path_of(args), lambda: getattr(files.Disk, name)(self, *args))
 
 
 def _on_remote(name: str) -> Callable[..., None]:
@@ -187,9 +184,9 @@ class PowerLossDisk(CrashingDisk):
     def after(self, name: str, args: Arguments) -> None:
         if name == "sync":
             self._look()
-            self._synced(_path(args))
+            self._synced(path_of(args))
         elif name == "rename":
-            self._now[_path(args)] = self._now.pop(args[0])
+            self._now[path_of(args)] = self._now.pop(args[0])
 
     def _look(self) -> None:
         """Records what is on the real disk now."""
@@ -253,34 +250,6 @@ class PowerLossDisk(CrashingDisk):
             kept = max(len(file.durable), len(file.content) - self.BLOCK)
             return file.content[:kept] + bytes(len(file.content) - kept)
         return file.content
-
-
-class FailingDisk(WatchedDisk):
-    """A disk that refuses one effect, or all effects from one on.
-
-    Args:
-        fail_at: number of the effect to refuse, from 0.
-        code: an ``errno``: ENOSPC, EIO, EROFS, ...
-        permanent: refuse every later effect, too.
-    """
-
-    def __init__(self, fail_at: int, code: int = errno.ENOSPC, permanent: bool = False) -> None:
-        super().__init__()
-        self.failed_at: str | None = None
-        self.refused: list[Path] = []
-        self._fail_at = fail_at
-        self._code = code
-        self._permanent = permanent
-        self._count = 0
-
-    def before(self, name: str, args: Arguments, label: str) -> None:
-        due = self._count >= self._fail_at if self._permanent else self._count == self._fail_at
-        self._count += 1
-        if due and name != "remove_dir":  # only cleans up, and may fail
-            self.failed_at = self.failed_at or label
-            self.refused.append(_path(args))
-            with explained(name, _path(args)):
-                raise OSError(self._code, os.strerror(self._code))
 
 
 @contextmanager

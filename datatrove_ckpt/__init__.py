@@ -55,20 +55,17 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(_MODULES[name]), name)
 
 
-class _Alias(ModuleType):
+def _alias(name: str, target: str) -> ModuleType:
     """A module under another name, imported when one of its names is first used."""
 
-    def __init__(self, name: str, target: str) -> None:
-        super().__init__(name, f"Another name for ``{target}``.")
-        self._target = target
+    def find(attribute: str) -> object:
+        if attribute.startswith("__"):  # asked by the import system and by inspection
+            raise AttributeError(attribute)
+        return getattr(import_module(target), attribute)
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # asked by the import system and by inspection
-            raise AttributeError(name)
-        return getattr(import_module(self._target), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(import_module(self._target))
+    module = ModuleType(name, f"Another name for ``{target}``.")
+    vars(module).update(__getattr__=find, __dir__=lambda: dir(import_module(target)))
+    return module
 
 
 for _name, _target in {
@@ -78,7 +75,7 @@ for _name, _target in {
     "run_inference": __name__,  # as in datatrove.pipeline.inference
     "types": _TYPES,
 }.items():
-    sys.modules.setdefault(f"{__name__}.{_name}", _Alias(f"{__name__}.{_name}", _target))
+    sys.modules.setdefault(f"{__name__}.{_name}", _alias(f"{__name__}.{_name}", _target))
 
 
 def __dir__() -> list[str]:

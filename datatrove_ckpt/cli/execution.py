@@ -242,14 +242,11 @@ _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _TO_END = 10.0  # seconds for all that datatrove's executors left behind
 
 
-class Signalled(KeyboardInterrupt):
-    """A signal as an exception: whatever ends in good order on Ctrl-C does so on this one, too."""
-
-
 class Interruption:
     """``with Interruption(signals) as interruption:`` around what a command does.
 
-    Signals that would end this process on the spot raise ``Signalled`` instead.
+    Signals that would end this process on the spot raise KeyboardInterrupt instead: whatever ends in good order on
+    Ctrl-C does so on these, too.
 
     Args:
         signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
@@ -283,7 +280,7 @@ class Interruption:
             os.kill(os.getpid(), number)
             return
         self.number = self.number or number
-        raise Signalled(signal.Signals(number).name)
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _end_children() -> None:

@@ -152,8 +152,7 @@ def _prices(text: str) -> tuple[float, float]:
 
 
 def _count(of: str, text: str) -> int:
-    is_count = re.fullmatch("[1-9][0-9]{0,6}", text) is not None
-    return int(_number(f"number of {of}, such as 8", lambda _: is_count, text))
+    return int(_number(f"number of {of}, such as 8", lambda number: number in range(1, 10**7), text))
 
 
 def parse_time(text: str) -> float:

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 if TYPE_CHECKING:
-    from datatrove.pipeline.inference.types import InferenceError, InferenceResult, ServerError
+    from datatrove.pipeline.inference.types import InferenceError as InferenceError
+    from datatrove.pipeline.inference.types import InferenceResult as InferenceResult
+    from datatrove.pipeline.inference.types import ServerError as ServerError
 
-    from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-    from datatrove_ckpt.errors import CkptError
-    from datatrove_ckpt.executor import LocalPipelineExecutor
-    from datatrove_ckpt.runner import InferenceRunner
+    from datatrove_ckpt.config import InferenceConfig as InferenceConfig
+    from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
+    from datatrove_ckpt.errors import CkptError as CkptError
+    from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -37,16 +40,7 @@ _MODULES = {
     "ServerError": _TYPES,
 }
 
-__all__ = [
-    "CkptError",
-    "InferenceConfig",
-    "InferenceError",
-    "InferenceResult",
-    "InferenceRunner",
-    "LocalPipelineExecutor",
-    "MonitoringConfig",
-    "ServerError",
-]
+__all__ = [*_MODULES]
 __version__ = "0.2.0.dev0"
 
 # numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1 s)
@@ -61,20 +55,17 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(_MODULES[name]), name)
 
 
-class _Alias(ModuleType):
+def _alias(name: str, target: str) -> ModuleType:
     """A module under another name, imported when one of its names is first used."""
 
-    def __init__(self, name: str, target: str) -> None:
-        super().__init__(name, f"Another name for ``{target}``.")
-        self._target = target
+    def find(attribute: str) -> object:
+        if attribute.startswith("__"):  # asked by the import system and by inspection
+            raise AttributeError(attribute)
+        return getattr(import_module(target), attribute)
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # asked by the import system and by inspection
-            raise AttributeError(name)
-        return getattr(import_module(self._target), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(import_module(self._target))
+    module = ModuleType(name, f"Another name for ``{target}``.")
+    vars(module).update(__getattr__=find, __dir__=lambda: dir(import_module(target)))
+    return module
 
 
 for _name, _target in {
@@ -84,7 +75,7 @@ for _name, _target in {
     "run_inference": __name__,  # as in datatrove.pipeline.inference
     "types": _TYPES,
 }.items():
-    sys.modules.setdefault(f"{__name__}.{_name}", _Alias(f"{__name__}.{_name}", _target))
+    sys.modules.setdefault(f"{__name__}.{_name}", _alias(f"{__name__}.{_name}", _target))
 
 
 def __dir__() -> list[str]:

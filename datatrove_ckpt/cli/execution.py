@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -20,7 +20,6 @@ import multiprocess
 from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
@@ -80,9 +79,8 @@ def _check_tasks(plan: RunPlan) -> None:
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Checks, runs, and turns errors and signals into messages and exit codes."""
-    steps = [runner.step for runner in plan.runners]
-    signals, started = sorted({name for step in steps for name in step.drain_signals}), False
-    interruption = Interruption(signals)
+    started = False
+    interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
     try:
         with interruption:
             if arguments.retry_dead_letters:
@@ -136,12 +134,9 @@ def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
     text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
     if (flag := _ACCEPT.search(text)) is not None:
         text += f" The whole command: {arguments.command} {flag[0]}"
-    if text == str(error):
-        return error
-    longer = type(error)(text)
-    for note in getattr(error, "__notes__", ()):
-        longer.add_note(note)
-    return longer
+    if text != str(error):
+        error.args = (text,)
+    return error
 
 
 def _interrupted(interruption: Interruption, command: str) -> int:
@@ -201,7 +196,10 @@ _FULL_BYTES = 1 << 20  # less free space than this counts as none
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
     """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
-    folders = dict(_local_folders(plan))
+    logs = plan.logging_dir
+    folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
+    folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
+    folders["TMPDIR"] = Path(tempfile.gettempdir())
     if error.errno in _FULL:
         return StorageFailed(
             f"{error.strerror}: {error.filename or _which(folders)}. Free some space and run the same command again; "
@@ -219,13 +217,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
         "run the same command again; everything saved so far is kept."
     )
-
-
-def _local_folders(plan: RunPlan) -> Iterator[tuple[str, Path]]:
-    if plan.logging_dir.is_local():
-        yield "logging_dir", Path(plan.logging_dir.resolve_paths(""))
-    yield from (("checkpoints_local_dir", root) for _, root in plan.kept)
-    yield "TMPDIR", Path(tempfile.gettempdir())
 
 
 def _which(folders: dict[str, Path]) -> str:
@@ -251,14 +242,11 @@ _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _TO_END = 10.0  # seconds for all that datatrove's executors left behind
 
 
-class Signalled(KeyboardInterrupt):
-    """A signal as an exception: whatever ends in good order on Ctrl-C does so on this one, too."""
-
-
 class Interruption:
     """``with Interruption(signals) as interruption:`` around what a command does.
 
-    Signals that would end this process on the spot raise ``Signalled`` instead.
+    Signals that would end this process on the spot raise KeyboardInterrupt instead: whatever ends in good order on
+    Ctrl-C does so on these, too.
 
     Args:
         signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
@@ -292,7 +280,7 @@ class Interruption:
             os.kill(os.getpid(), number)
             return
         self.number = self.number or number
-        raise Signalled(signal.Signals(number).name)
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _end_children() -> None:
@@ -312,12 +300,23 @@ def _end_children() -> None:
 
 
 def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
-    """The closing line, over all ranks, their retries and all attempts, with what was checked."""
+    """The closing line, over all ranks, their retries and all attempts, with what was checked.
+
+    Raises:
+        CheckpointCorrupt: the commits contradict each other.
+        InputError: no row of the input is a document.
+    """
     root = runner.step.checkpoints_root
     job = checked.jobs[root]
     if not job.ranks:
         find_ranks(root)  # raises, and says why
-    counts = _counts(job, root)
+    counts = job.counts
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
+            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
+            f"{_verify(root)}"
+        )
     skipped = rows_without_document(root)
     if not counts.read and (skipped.damaged or skipped.without_text):
         rows = skipped._replace(files=0, names=())  # every file would be named
@@ -329,29 +328,18 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
     work = f"{skipped}{counts.odd_answers}{_attempts(job)}"
+    retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
+    given = str(runner.step.checkpoints_local_dir)
+    shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
+    next_step = (
+        f"To retry the dead letters: {command}{retry}" if counts.dead else f"To check the files: {_verify(shown)}"
+    )
     return (
         f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
-        f"{_next_step(runner, counts, command)}"
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
     )
-
-
-def _counts(job: JobSums, root: Path) -> DocumentCounts:
-    """The documents by outcome, of all ranks and their retries.
-
-    Raises:
-        CheckpointCorrupt: the commits contradict each other.
-    """
-    counts = job.counts
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {plural(counts.read, 'document')} read, {counts.written} "
-            f"written, {counts.dropped} dropped, {plural(counts.dead, 'dead letter')}. Do not use the output before "
-            f"you have run: {_verify(root)}"
-        )
-    return counts
 
 
 def _attempts(job: JobSums) -> str:
@@ -386,16 +374,3 @@ def _checked(checked: Checked) -> str:
 
 def _verify(checkpoints: Path | str) -> str:
     return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
-
-
-def _next_step(runner: RunnerPlan, counts: DocumentCounts, command: str) -> str:
-    if counts.dead:
-        retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
-        return f"To retry the dead letters: {command}{retry}"
-    return f"To check the files: {_verify(_typed(runner))}"
-
-
-def _typed(runner: RunnerPlan) -> str:
-    """The checkpoint folder as a shell takes it: the setting, or, if that has ``~`` or a variable, where it is."""
-    given = str(runner.step.checkpoints_local_dir)
-    return str(runner.step.checkpoints_root) if given.startswith("~") or "$" in given else given

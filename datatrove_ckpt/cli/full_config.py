@@ -7,8 +7,8 @@ defaults that are no plain values, and where a secret was hidden.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import jsonargparse
@@ -16,19 +16,20 @@ import jsonargparse
 from datatrove_ckpt.cli.yaml_config import (
     ANYTHING,
     MASK,
-    Parameter,
     alternatives,
     checked,
     dump,
     import_name,
     is_callable,
-    origin,
+    item_hint,
+    leaves,
     parameters_of,
+    short,
 )
 from datatrove_ckpt.redaction import Veil, is_secret
 
 _PLAIN = (str, bool, int, float, type(None))
-_LEFT_OUT = object()
+_NOT_PLAIN = (TypeError, jsonargparse.ArgumentError)
 
 
 class FullConfig:
@@ -41,7 +42,7 @@ class FullConfig:
 
     def __init__(self, content: dict[str, Any], executor: object) -> None:
         self._defaults: list[str] = []
-        self._hidden: dict[str, list[str]] = {}
+        self._secrets: list[str] = []
         self._content = {"executor": self._node(content["executor"], "executor")}
         self._computed = [*_computed(self._content["executor"], executor, "executor")]
 
@@ -50,12 +51,13 @@ class FullConfig:
         head = "# The configuration as it will be used, with all defaults. This text can be run as it stands.\n"
         head += _comment("Computed from the other settings", self._computed)
         head += _comment("Left out, because a file cannot say these defaults", self._defaults)
-        head += _comment("Hidden: write each secret in its place, into a file that only you can read", [*self._hidden])
+        hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
+        head += _comment("Hidden: write each secret in its place, into a file that only you can read", hidden)
         return head + dump(self._content)
 
     def redact(self, text: str) -> str:
         """Another text, with the same secrets masked."""
-        for secret in sorted((text for texts in self._hidden.values() for text in texts), key=len, reverse=True):
+        for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text
 
@@ -66,18 +68,22 @@ class FullConfig:
     def _arguments(self, cls: Any, given: dict[str, Any], place: str) -> dict[str, Any]:
         """Every argument of a class: those that are given, and the defaults of the others. The pipeline is the last."""
         parameters, _ = parameters_of(cls)
-        harmless = _names_without_secrets(cls)
+        # Arguments that classes of datatrove or ours have are no secrets by their names, such as ``text_key``.
+        harmless = {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
         values: dict[str, Any] = {}
         for name in sorted([*parameters, *(name for name in given if name not in parameters)], key="pipeline".__eq__):
-            where = f"{place}.{name}"
+            where, says = f"{place}.{name}", "" if name in harmless else name
             if name in given:
-                hint = parameters.get(name, ANYTHING).hint
-                values[name] = self._given(hint, given[name], where, "" if name in harmless else name)
+                values[name] = self._given(parameters.get(name, ANYTHING).hint, given[name], where, says)
                 continue
-            values[name] = _default(parameters[name], "" if name in harmless else name)
-            if values[name] is _LEFT_OUT:
-                del values[name]
-                self._defaults.append(_short(where))
+            hint, default = parameters[name].hint, parameters[name].default
+            with suppress(*_NOT_PLAIN):
+                value = _as_written(default)
+                same = default if default is None or Any in alternatives(hint) else _as_written(checked(hint, value))
+                if value == same and not (value and is_secret(says, value)):
+                    values[name] = value
+            if name not in values:
+                self._defaults.append(short(where))
         return values
 
     def _given(self, hint: Any, value: Any, place: str, name: str) -> Any:
@@ -88,18 +94,17 @@ class FullConfig:
             return self._node(value, place)
         if isinstance(value, dict) and plain:
             return self._arguments(plain[0], value, place)
-        lists = [kind for kind in kinds if origin(kind) is list]
-        if isinstance(value, list) and len(lists) == 1:
-            element = (typing.get_args(lists[0]) or (Any,))[0]
+        if isinstance(value, list) and (element := item_hint(kinds)) is not None:
             return [self._given(element, item, f"{place}.{index}", name) for index, item in enumerate(value)]
-        is_text = isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))
-        read = value if Any in kinds or is_text else _converted(hint, value)
-        return self._masked(name, value if read is _LEFT_OUT else read, place)
+        if Any not in kinds and not (isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))):
+            with suppress(*_NOT_PLAIN):
+                value = _as_written(checked(hint, value))  # such as 2.0 of "2"
+        return self._masked(name, value, place)
 
     def _masked(self, name: str, value: Any, place: str) -> Any:
         """A value without its secrets. ``name`` is "" if it says nothing about them."""
         if value and isinstance(value, str | list | dict) and is_secret(name, value):
-            self._hidden[_short(place)] = [*_texts(value)]
+            self._secrets += [text for _, text in leaves(value, place) if text and isinstance(text, str)]
             return MASK
         if isinstance(value, dict):
             checked_before = place.endswith(".model_kwargs")  # and "</s>" is a token, but no secret
@@ -112,73 +117,34 @@ class FullConfig:
         return value
 
 
-def _names_without_secrets(cls: type) -> set[str]:
-    """Arguments that classes of datatrove or ours have: their ``text_key`` is none."""
-    return {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
-
-
 def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
-    elif isinstance(value, str) and value:
-        yield value
-
-
-def _default(parameter: Parameter, name: str) -> Any:
-    """A default as a file would say it, or ``_LEFT_OUT``."""
-    value = _as_written(parameter.default)
-    if value is _LEFT_OUT or (value and is_secret(name, value)):
-        return _LEFT_OUT
-    if parameter.default is None or Any in alternatives(parameter.hint):
-        return value if value == parameter.default else _LEFT_OUT
-    return value if _converted(parameter.hint, value) == value else _LEFT_OUT
-
-
-def _converted(hint: Any, value: Any) -> Any:
-    """A plain value as jsonargparse makes it, such as 2.0 of "2", or ``_LEFT_OUT``."""
-    try:
-        return _as_written(checked(hint, value))
-    except jsonargparse.ArgumentError:
-        return _LEFT_OUT
-
-
 def _as_written(value: Any) -> Any:
-    """A plain value with lists for tuples, or ``_LEFT_OUT`` if it is not plain."""
+    """A plain value with lists for tuples. Raises TypeError if it is not plain."""
     if isinstance(value, dict):
-        parts = {key: _as_written(part) for key, part in value.items()}
-        return _LEFT_OUT if any(part is _LEFT_OUT for part in parts.values()) else parts
+        return {key: _as_written(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        items = [_as_written(part) for part in value]
-        return _LEFT_OUT if any(item is _LEFT_OUT for item in items) else items
-    return value if type(value) in _PLAIN else _LEFT_OUT
+        return [_as_written(part) for part in value]
+    if type(value) not in _PLAIN:
+        raise TypeError
+    return value
 
 
 def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
     """Where datatrove's and our objects have another plain value than their argument says: ``place: value``."""
     for name, value in node.get("init_args", node).items():
-        actual = vars(built).get(name, value)
+        actual: Any = vars(built).get(name, value)
         actual = actual.value if isinstance(actual, Veil) else actual
-        if isinstance(value, list) and isinstance(actual, list):
-            pairs = [(f".{index}", *pair) for index, pair in enumerate(zip(value, actual, strict=False))]
-        else:
-            pairs = [("", value, actual)]
-        for index, inner, made in pairs:
+        several = isinstance(value, list) and isinstance(actual, list)
+        for index, (inner, made) in enumerate(zip(value, actual, strict=False) if several else [(value, actual)]):
             if isinstance(inner, dict) and hasattr(made, "__dict__"):
-                yield from _computed(inner, made, f"{place}.{name}{index}")
+                yield from _computed(inner, made, f"{place}.{name}.{index}" if several else f"{place}.{name}")
         if type(value) not in _PLAIN or type(actual) not in _PLAIN or actual == value or value == MASK:
             continue
         if _is_known(type(built)) and not is_secret("", actual):
-            yield f"{_short(place)}.{name}: {dump(actual).partition(chr(10))[0]}"
-
-
-def _short(place: str) -> str:
-    """A place as an override names it."""
-    return place.removeprefix("executor.") if place.startswith("executor.pipeline.") else place
+            yield f"{short(place)}.{name}: {dump(actual).partition(chr(10))[0]}"
 
 
 def _comment(title: str, lines: list[str]) -> str:

@@ -1,7 +1,8 @@
 """``datatrove-ckpt``: every command with its options and its help; parses the command line and calls the command.
 
-A command is a function below ``_command``: its docstring is its ``--help``, and it returns what carries it out. Only
-then is that imported, so that ``--help`` and ``status`` start without datatrove.
+A command is a function below ``_command``: its docstring is its ``--help``. The function of the same name in the module
+of ``cli`` that ``_command`` names carries it out. Only then is that imported, so that ``--help`` and ``status`` start
+without datatrove.
 
 Exit codes: 0 done; 1 stopped by an error, the same command continues from there; 2 a mistake in the file or on the
 command line, nothing was started; 128 + n ended by signal n, so 130 for Ctrl-C; the same command continues from there.
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from datatrove_ckpt import __version__
@@ -28,7 +30,6 @@ from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
-Handler = Callable[[argparse.Namespace], int]
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 OVERRIDES_HELP = """\
@@ -68,16 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     try:
         with gc_paused():
-            handler: Handler = arguments.load()
-        return handler(arguments)
+            module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
+        code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:
         return fail(error, 1)
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``datatrove-ckpt``. Parsed arguments have ``load``, which imports and returns the handler."""
+    """The parser of ``datatrove-ckpt``. Parsed arguments have the ``name`` of the command and its ``module``."""
     parser = argparse.ArgumentParser(
         prog="datatrove-ckpt",
         description="Crash-proof LLM inference for datatrove.",
@@ -86,16 +88,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     examples = ["examples:\n"]
-    for load, listed, arguments in _COMMANDS:
-        description, _, epilog = (inspect.getdoc(load) or f"{load.__name__}.").partition("\n\n")
+    for name, module, listed, text, arguments in _COMMANDS:
+        description, _, epilog = text.partition("\n\n")
         command = commands.add_parser(
-            load.__name__,
+            name,
             help=listed or f"{description[0].lower()}{description[1:-1]}",
             description=description,
             epilog=f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(load=load)
+        command.set_defaults(name=name, module=module)
         for names, options in arguments:
             command.add_argument(*names, **options)
         examples += epilog.splitlines(keepends=True)[1:2]
@@ -150,8 +152,7 @@ def _prices(text: str) -> tuple[float, float]:
 
 
 def _count(of: str, text: str) -> int:
-    is_count = re.fullmatch("[1-9][0-9]{0,6}", text) is not None
-    return int(_number(f"number of {of}, such as 8", lambda _: is_count, text))
+    return int(_number(f"number of {of}, such as 8", lambda number: number in range(1, 10**7), text))
 
 
 def parse_time(text: str) -> float:
@@ -187,24 +188,23 @@ _TOKEN_PRICE = _argument(
 
 # commands ------------------------------------------------------------------------------------------------------------
 
-_COMMANDS: list[tuple[Callable[[], Handler], str, tuple[_Argument, ...]]] = []
+_COMMANDS: list[tuple[str, str, str, str, tuple[_Argument, ...]]] = []
 
 
-def _command(*arguments: _Argument, listed: str = "") -> Callable[[Callable[[], Handler]], Callable[[], Handler]]:
+def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[Callable[[], None]], None]:
     """Makes a command of a function. Below "examples:" in its docstring stand command lines that are run by the tests.
 
     Args:
+        module: of ``cli``; its function of this name takes the parsed arguments and returns the exit code.
         listed: what ``datatrove-ckpt --help`` says of it; by default the first line of the docstring.
     """
-
-    def add(load: Callable[[], Handler]) -> Callable[[], Handler]:
-        _COMMANDS.append((load, listed, arguments))
-        return load
-
-    return add
+    return lambda described: _COMMANDS.append(
+        (described.__name__, module, listed, inspect.getdoc(described) or "", arguments)
+    )
 
 
 @_command(
+    "run",
     _CONFIG,
     _flag("--dry-run", "build everything, print it, run nothing"),
     _flag(
@@ -213,7 +213,7 @@ def _command(*arguments: _Argument, listed: str = "") -> Callable[[Callable[[], 
     ),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
-def run() -> Handler:
+def run() -> None:
     """Run the pipeline of a YAML file. After any interruption the same command finishes the rest.
 
     examples:
@@ -228,12 +228,10 @@ def run() -> Handler:
       2  a mistake in CONFIG or on the command line; nothing was started
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
     """
-    from datatrove_ckpt.cli.run import run
-
-    return run
 
 
 @_command(
+    "run",
     _CONFIG,
     _JSON,
     _argument(
@@ -243,7 +241,7 @@ def run() -> Handler:
         type=_rate,
     ),
 )
-def doctor() -> Handler:
+def doctor() -> None:
     """Check folders, input, servers and limits before a job starts.
 
     examples:
@@ -261,13 +259,10 @@ def doctor() -> Handler:
 
     (OVERRIDES)
     """
-    from datatrove_ckpt.cli.run import doctor
-
-    return doctor
 
 
-@_command(_CONFIG, _JSON, _argument("TIME", "such as 90m, 6h or 2d", "--mtbf", required=True, type=parse_time))
-def plan() -> Handler:
+@_command("run", _CONFIG, _JSON, _argument("TIME", "such as 90m, 6h or 2d", "--mtbf", required=True, type=parse_time))
+def plan() -> None:
     """Measure what saving costs here, and suggest how often to save.
 
     examples:
@@ -296,12 +291,10 @@ def plan() -> Handler:
 
     (OVERRIDES)
     """
-    from datatrove_ckpt.cli.run import plan
-
-    return plan
 
 
 @_command(
+    "moves",
     _CONFIG,
     _JSON,
     _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),
@@ -313,7 +306,7 @@ def plan() -> Handler:
     ),
     _flag("--any-text", "the rollout changes texts: an id alone is enough"),
 )
-def migrate() -> Handler:
+def migrate() -> None:
     """Take over an interrupted run of datatrove's own InferenceRunner.
 
     examples:
@@ -337,12 +330,10 @@ def migrate() -> Handler:
 
     (OVERRIDES)
     """
-    from datatrove_ckpt.cli.migrate import migrate
-
-    return migrate
 
 
 @_command(
+    "status",
     _WHAT,
     _JSON,
     _flag("--all", "print a line for every rank, too"),
@@ -355,7 +346,7 @@ def migrate() -> Handler:
         default=2.0,
     ),
 )
-def status() -> Handler:
+def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.
 
     examples:
@@ -371,19 +362,17 @@ def status() -> Handler:
       1  a rank is damaged
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.status import status
-
-    return status
 
 
 @_command(
+    "report",
     _WHAT,
     _argument("FILE", "report.html if not given; - prints it", "-o", "--output", default="report.html"),
     _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),
     _TOKEN_PRICE,
     _argument("N", "that the servers of a rank use", "--gpus-per-rank", type=partial(_count, "GPUs")),
 )
-def report() -> Handler:
+def report() -> None:
     """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors, cost.
 
     examples:
@@ -399,13 +388,10 @@ def report() -> Handler:
       1  it could not be read or written
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.report import report
-
-    return report
 
 
-@_command(_WHAT)
-def track() -> Handler:
+@_command("track", _WHAT)
+def track() -> None:
     """Send what a run did and does to MLflow and Weights & Biases, until it has ended.
 
     examples:
@@ -421,13 +407,10 @@ def track() -> Handler:
       1  another process sends it, or the checkpoint cannot be read
       2  WHAT is no checkpoint of a run that is tracked, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.track import track
-
-    return track
 
 
-@_command(_WHAT, _JSON, _OUTPUT, _FULL)
-def verify() -> Handler:
+@_command("verify_repair", _WHAT, _JSON, _OUTPUT, _FULL)
+def verify() -> None:
     """Check the output against the checkpoint.
 
     examples:
@@ -444,12 +427,10 @@ def verify() -> Handler:
       2  WHAT is no checkpoint, or a mistake on the command line
       3  no problem found, but something is not finished
     """
-    from datatrove_ckpt.cli.verify_repair import verify
-
-    return verify
 
 
 @_command(
+    "verify_repair",
     _WHAT,
     _OUTPUT,
     _FULL,
@@ -458,7 +439,7 @@ def verify() -> Handler:
     ),
     _flag("--dry-run", "print what would be done, and do nothing"),
 )
-def repair() -> Handler:
+def repair() -> None:
     """Let the next run process damaged chunks again.
 
     examples:
@@ -479,18 +460,16 @@ def repair() -> Handler:
       1  some problems are left, or a rank is running
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.verify_repair import repair
-
-    return repair
 
 
 @_command(
+    "moves",
     _WHAT,
     _argument("FOLDER", "folder or URL where the output files are now", "--output"),
     _flag("--sizes-only", "compare names and sizes, and read no output"),
     _flag("--dry-run", "compare, print what would be done, and do nothing"),
 )
-def relocate() -> Handler:
+def relocate() -> None:
     """Let a copied checkpoint continue where its output was copied to.
 
     examples:
@@ -508,19 +487,17 @@ def relocate() -> Handler:
       1  files are missing or changed there, or a rank is running; nothing was changed
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-    from datatrove_ckpt.cli.moves import relocate
-
-    return relocate
 
 
 @_command(
+    "moves",
     _WHAT,
     _argument("NEW", "YAML file of the new run, or its checkpoint folder"),
     _flag("--no-answers", "keep no answers: other servers may answer otherwise"),
     _flag("--dry-run", "print what would be kept and paid, and do nothing"),
     _TOKEN_PRICE,
 )
-def fork() -> Handler:
+def fork() -> None:
     """Start a new run with a changed prompt or model, keeping what is still valid.
 
     examples:
@@ -541,17 +518,15 @@ def fork() -> Handler:
       1  the other run is damaged, or one of its ranks is running
       2  WHAT is no checkpoint, NEW is not new, or a mistake in a file or on the command line
     """  # noqa: E501 (an example is one line)
-    from datatrove_ckpt.cli.moves import fork
-
-    return fork
 
 
 @_command(
+    "moves",
     _argument("WHAT", "YAML file of the run"),
     _argument("M", "the new number of tasks", "--tasks", required=True, type=partial(_count, "tasks")),
     _flag("--dry-run", "print what would be done, and deal nothing out"),
 )
-def reshard() -> Handler:
+def reshard() -> None:
     """Deal what is left of a run out to another number of tasks.
 
     examples:
@@ -566,13 +541,10 @@ def reshard() -> Handler:
       1  a rank is running, or the checkpoint, the output or the input is not as it should be; nothing was changed
       2  a mistake on the command line, or a pipeline that cannot be dealt out anew; the message says why
     """
-    from datatrove_ckpt.cli.moves import reshard
-
-    return reshard
 
 
-@_command()
-def schema() -> Handler:
+@_command("schema")
+def schema() -> None:
     """Print a JSON schema of CONFIG, for editors.
 
     examples:
@@ -587,16 +559,13 @@ def schema() -> Handler:
       0  the schema is printed
       2  a mistake on the command line
     """
-    from datatrove_ckpt.cli.schema import schema
-
-    return schema
 
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
-@_command(_argument("SHELL", f"one of {', '.join(_SHELLS)}", choices=_SHELLS))
-def completion() -> Handler:
+@_command("completion", _argument("SHELL", f"one of {', '.join(_SHELLS)}", choices=_SHELLS))
+def completion() -> None:
     """Print a script that lets a shell complete this command.
 
     examples:
@@ -609,21 +578,3 @@ def completion() -> Handler:
       0  the script is printed
       2  a mistake on the command line, or shtab is not installed: pip install 'datatrove-ckpt[completion]'
     """
-    return _complete
-
-
-def _complete(arguments: argparse.Namespace) -> int:
-    """Prints the script that shtab writes. It is static: pressing Tab starts no Python."""
-    try:
-        import shtab
-    except ImportError:
-        raise ConfigError("completion: needs shtab: pip install 'datatrove-ckpt[completion]'.") from None
-    parser = make_parser()
-    kinds = {"FOLDER": shtab.DIRECTORY, "DIR": shtab.DIRECTORY}
-    kinds |= dict.fromkeys(("CONFIG", "WHAT", "FILE"), shtab.FILE)
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    for action in (action for command in commands.choices.values() for action in command._actions):
-        if action.metavar in kinds:
-            action.complete = kinds[action.metavar]  # shtab looks for it
-    print(shtab.complete(parser, arguments.shell))
-    return 0

@@ -1,4 +1,5 @@
-"""``datatrove-ckpt relocate``, ``fork`` and ``reshard``: each says what it changes, changes it, and says what is next.
+"""``datatrove-ckpt relocate``, ``fork``, ``reshard`` and ``migrate``: each says what it changes, changes it, and says
+what is next.
 
 Exit codes: 0 done (with --dry-run: would be); 1 a rank is running, or something is damaged, missing or changed; 2 a
 mistake in a file or on the command line.
@@ -8,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
@@ -20,11 +19,11 @@ from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.fork import (
     Fork,
@@ -43,23 +42,14 @@ from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
 from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
+from datatrove_ckpt.preflight.migration import Findings, Migration
 from datatrove_ckpt.preflight.reshard.run import Resharded
 from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
-_SHOWN, _OTHERS_SHOWN = 20, 5
-
-
-@contextmanager
-def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
-    """What the command looks at, as a folder with all of it: the ranks of a mirror are restored in a copy."""
-    with place_of(arguments, trusted=True) as place:
-        if not place.is_copy:
-            yield place
-            return
-        with restored(place) as copy:
-            yield copy
+_SHOWN, _OTHERS_SHOWN, _MOVED_SHOWN = 20, 5, 5
 
 
 # relocate -------------------------------------------------------------------------------------------------------------
@@ -67,7 +57,7 @@ def _restored(arguments: argparse.Namespace) -> Iterator[Place]:
 
 def relocate(arguments: argparse.Namespace) -> int:
     """Compares the files, prints what it changes, and changes it. Returns the exit code."""
-    with _restored(arguments) as place:
+    with place_of(arguments, trusted=True) as named, restored(named) as place:
         output = arguments.output or output_folder_of(place.config)
         if output is None:
             raise ConfigError(
@@ -77,7 +67,9 @@ def relocate(arguments: argparse.Namespace) -> int:
         report = checks.verify(place.folder, output, not arguments.sizes_only, place.given)
         plan = plan_relocation(report, is_mirror=place.is_copy)
         if plan.obstacles:
-            say(place.said(_obstacles(plan, place)))
+            shown = [line.replace(report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
+            found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
+            say(place.said("\n".join([*shown, f"{found} {_way_out(plan, place)}"])))
             return 1
         for line in _describe_relocation(plan, arguments.sizes_only):
             say(place.said(line))
@@ -95,12 +87,6 @@ def relocate(arguments: argparse.Namespace) -> int:
         "the original as well: both would process the rest."
     )
     return 0
-
-
-def _obstacles(plan: Relocation, place: Place) -> str:
-    shown = [line.replace(plan.report.redo_advice, "") for line in _shown(plan.obstacles, _SHOWN)]
-    found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
-    return "\n".join([*shown, f"{found} {_way_out(plan, place)}"])
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
@@ -122,11 +108,9 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
     lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
     if report.not_started:
-        one = len(report.not_started) == 1
         lines.append(
-            f"{name_tasks(report.not_started)}: nothing here shows that {'it' if one else 'they'} ever started. If "
-            f"{'it did, copy its folder' if one else 'they did, copy their folders'}, too, and relocate again before "
-            "you run: what is not here is paid again."
+            f"{name_tasks(report.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
+            "and relocate again before you run: what is not here is paid again."
         )
     if plan.is_done:
         return [*lines, f"{report.checkpoints} names this folder already. There is nothing to do."]
@@ -148,33 +132,25 @@ class NewRun:
     Attributes:
         folder: its ``checkpoints_local_dir``.
         config: its YAML file; None: only the folder was given.
-        runner: its runner, if there is a file.
-        logging_dir: likewise, its executor's.
+        identity: what it will be, if there is a file.
+        mirror: its ``checkpoints_remote_dir``, likewise.
+        logging_dir: its executor's, likewise.
     """
 
     folder: Path
     config: str | None = None
-    runner: RunnerPlan | None = None
+    identity: RunIdentity | None = None
+    mirror: str | None = None
     logging_dir: str = ""
     changes: list[Change] = field(default_factory=list)
-
-    @property
-    def mirror(self) -> str | None:
-        """Its ``checkpoints_remote_dir``, if there is a file that names one."""
-        return None if self.runner is None else self.runner.step.checkpoints_remote_dir
-
-    @cached_property
-    def identity(self) -> RunIdentity | None:
-        """What it will be; None without a file."""
-        return None if self.runner is None else self.runner.identity
 
 
 def fork(arguments: argparse.Namespace) -> int:
     """Says what is kept and what the new run costs, and makes it. Returns the exit code."""
     new = _new_run(arguments)
-    # The overrides are the new run's, if it has a file.
-    overrides = [] if new.config is not None else arguments.overrides
-    with _restored(argparse.Namespace(what=arguments.what, overrides=overrides)) as place:
+    if new.config is not None:
+        arguments.overrides = []  # they are the new run's
+    with place_of(arguments, trusted=True) as named, restored(named) as place:
         return _fork(arguments, place, new)
 
 
@@ -190,8 +166,8 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
             f"{arguments.new}: {len(kept)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
             "the file."
         )
-    logs = plan.logging_dir.resolve_paths("")
-    return NewRun(kept[0].step.checkpoints_root, arguments.new, kept[0], str(logs))
+    step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
+    return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
 
 
 def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
@@ -200,7 +176,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
     if new.identity is not None:
         new.changes = compare(run.settings, new.identity)
-        _check_new(new, run, place)
+        _check_new(new, new.identity.fields, run, place)
     check_target(place.folder, new.folder)
     why = None if arguments.no_answers else run.why_unusable(new.identity)
     with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
@@ -217,7 +193,7 @@ def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
     return 0
 
 
-def _check_new(new: NewRun, run: Source, place: Place) -> None:
+def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
     """
     Raises:
         ConfigError: the new run has a folder of the other one, or another number of tasks.
@@ -229,7 +205,6 @@ def _check_new(new: NewRun, run: Source, place: Place) -> None:
             "the input would be another one, so nothing could be kept. Leave tasks as they are, or start a new run; or "
             "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
         )
-    settings = {} if new.identity is None else new.identity.fields
     output = str(settings["output_folder"])
     if (real_place(output), settings["output_filename"]) in run.outputs:
         raise ConfigError(
@@ -259,8 +234,13 @@ def _costs(
 ) -> Iterator[str]:
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
+    names = [change.field for change in new.changes]
     if new.config is not None:
-        yield f"changed: {_changed(what, run, new)}"
+        none = "nothing that decides about answers"
+        if run.is_unstarted:
+            none = f"not known, because {what} is a fork that has not started"
+        said = ", ".join(name for name in names if not name.startswith("output_"))
+        yield f"changed: {said or none}"
     yield (
         f"input: {plural(found.positions, 'position')} in it kept, with the fingerprint of the document there: the new "
         "run stops if it reads another input"
@@ -272,14 +252,18 @@ def _costs(
         whose = "answers: none" if ranks == found.ranks else f"answers of {ranks} of {plural(found.ranks, 'task')}"
         yield f"{whose} can{'' if ranks == found.ranks else 'not'} be used: {why}"
     if not arguments.no_answers and found.unusable.total() < found.ranks:
-        yield f"answers: {_kept(run, found, state, new, arguments)}"
+        yield f"answers: {_kept(run, found, new, arguments)}"
     dropped = totals.counts.read - answers.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
     total, how = _documents(state)
     if not totals.documents:
         yield f"cost: not known, because no document is finished in {what}"
         return
-    more, each = _rollouts(run, new)
+    old = run.settings.get(_ROLLOUTS)
+    wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
+    more, each = 1.0, "takes what it took before"
+    if old and wanted and old != wanted:  # rollouts per document
+        more, each = wanted / old, f"rollout takes what it took before, {wanted} per document instead of {old}"
     done = totals.done
     sums = (done.requests, done.prompt_tokens, done.completion_tokens)
     requests, prompt, completion = (round(number * more * total / totals.documents) for number in sums)
@@ -289,45 +273,21 @@ def _costs(
     )
 
 
-def _kept(run: Source, found: Fork, state: RunState, new: NewRun, arguments: argparse.Namespace) -> str:
+def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
     answers = found.answers
-    if answers.requests:
-        saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
-        return (
-            f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
-            f"a request is equal, so at most {saved} are not paid again{_but(run, new)}"
-        )
-    if not state.totals.not_started and all(rank.state == "finished" for rank in state.ranks):
-        return "none; the old run has committed all its documents"
-    return "none; the old run has saved none of documents that it has not committed"
-
-
-def _but(run: Source, new: NewRun) -> str:
-    """What changes payloads, so that their answers may not be used."""
+    if not answers.requests:
+        return "none; the old run has saved none of documents that it has not committed"
+    saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
     names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
-    if run.is_unstarted or not names:
-        return ""
-    return f". It may be none, because what payloads are made of changed: {', '.join(names)}"
-
-
-def _rollouts(run: Source, new: NewRun) -> tuple[float, str]:
-    """How many times as many rollouts there will be, and what is taken to cost as much as before."""
-    old = run.settings.get(_ROLLOUTS)
-    wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
-    if not old or not wanted or old == wanted:
-        return 1.0, "takes what it took before"
-    return wanted / old, f"rollout takes what it took before, {wanted} per document instead of {old}"
-
-
-def _changed(what: str, run: Source, new: NewRun) -> str:
-    names = [change.field for change in new.changes if not change.field.startswith("output_")]
-    if run.is_unstarted:
-        return ", ".join(names) or f"not known, because {what} is a fork that has not started"
-    return ", ".join(names) or "nothing that decides about answers"
+    doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
+    return (
+        f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
+        f"a request is equal, so at most {saved} are not paid again{doubt if names and not run.is_unstarted else ''}"
+    )
 
 
 _ROLLOUTS = "rollouts_per_document"
-_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about the other run, or about a copy of it
+_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about another run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 
 
@@ -349,7 +309,7 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 
 def _start_fork(new: NewRun) -> str:
     if new.config is not None:
-        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else str(new.folder)
+        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
         return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
@@ -418,3 +378,83 @@ def _describe_reshard(found: Resharded, dry_run: bool) -> list[str]:
 
 def _share(sizes: list[float]) -> str:
     return f"{100 * max(sizes, default=0) / (sum(sizes) or 1):.0f} %"
+
+
+# migrate --------------------------------------------------------------------------------------------------------------
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    """Prints what is done, or would be. Returns the exit code."""
+    executor = make_executor(arguments.config, arguments.overrides)
+    migration = Migration(
+        executor,
+        Path(arguments.folder).expanduser(),
+        arguments.logging_dir,
+        arguments.lacking_are_dropped,
+        arguments.any_text,
+        arguments.dry_run,
+    )
+    try:
+        with log_disabled(*_NOT_ABOUT_IT):
+            findings = migration.run()
+    except OSError as error:
+        from datatrove_ckpt.cli.execution import explain  # slow to import
+
+        raise explain(error, RunPlan(executor)) from None
+    if arguments.json:
+        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
+    else:
+        say("\n".join([*_describe_migration(findings), *_close_migration(findings, arguments)]))
+    return 0
+
+
+def _describe_migration(findings: Findings) -> Iterator[str]:
+    for rank in findings.ranks:
+        if rank.done:
+            yield f"rank {rank.rank}: taken over before, or started here"
+        else:
+            yield from _rank_lines(rank)
+        if rank.aside:
+            names = ", ".join(map(safe_text, rank.aside[:_MOVED_SHOWN]))
+            more = f" and {len(rank.aside) - _MOVED_SHOWN} more" if len(rank.aside) > _MOVED_SHOWN else ""
+            yield f"  moved aside: {plural(len(rank.aside), 'output file')}: {names}{more}"
+    yield from (f"warning: {safe_text(warning)}" for warning in findings.warnings)
+
+
+def _rank_lines(rank: Rank) -> Iterator[str]:
+    finished = [chunk for chunk in rank.chunks if chunk.finished]
+    written, dropped = (sum(getattr(chunk.counts, name) for chunk in finished) for name in ("written", "dropped"))
+    if finished:
+        yield (
+            f"rank {rank.rank}: {plural(len(finished), 'finished chunk')} with {plural(written + dropped, 'document')} "
+            f"({written} written, {dropped} dropped) {'stays as it is' if len(finished) == 1 else 'stay as they are'}"
+        )
+    else:
+        yield f"rank {rank.rank}: no finished chunk"
+    for chunk in rank.chunks:
+        if chunk.finished or not (chunk.kept or chunk.problems or chunk.redone):
+            continue
+        yield (
+            f"  chunk {chunk.index}: {chunk.kept} of {plural(chunk.counts.read, 'document')} kept, "
+            f"{len(chunk.left) - len(chunk.redone)} not finished, {len(chunk.redone)} processed again"
+        )
+        yield from (f"    {safe_text(problem)}" for problem in chunk.problems)
+        yield from (f"    again: document {one.ordinal} {safe_repr(one.id)}: {one.why}" for one in chunk.redone)
+
+
+def _close_migration(findings: Findings, arguments: argparse.Namespace) -> Iterator[str]:
+    new = [rank for rank in findings.ranks if not rank.done]
+    chunks = [chunk for rank in new for chunk in rank.chunks]
+    again = [left for chunk in chunks for left in chunk.redone]
+    if new:
+        yield (
+            f"{plural(len(new), 'rank')}: {plural(sum(chunk.kept for chunk in chunks), 'document')} kept, "
+            f"{plural(len(again), 'document')} processed again{' for the reasons above' if again else ''}"
+        )
+        yield "Requests of documents that datatrove's run had not finished are sent again."
+    else:
+        yield "Every rank was taken over before."
+    if any(left.why == LACKS for left in again):
+        yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
+    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
+    yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"

@@ -27,6 +27,7 @@ from datatrove_ckpt.cli.yaml_config import (
     is_class,
     origin,
     parameters_of,
+    sayable,
 )
 from datatrove_ckpt.errors import ConfigError
 
@@ -53,15 +54,25 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def make_schema() -> Schema:
     """The schema, as JSON values."""
-    return _Definitions().schema()
+    from datatrove.executor.base import PipelineExecutor
+
+    definitions = _Definitions()
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A file for datatrove-ckpt run",
+        "type": "object",
+        "properties": {"executor": definitions.node([PipelineExecutor])},
+        "required": ["executor"],
+        "additionalProperties": False,
+        "definitions": definitions.found,
+    }
 
 
 class _Definitions:
-    """The parts that the schema refers to: of each class its arguments, of each kind of step the classes to choose."""
+    """The parts that the schema refers to: the arguments of each class."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Schema] = {}
-        self._titles: dict[tuple[str, ...], str] = {}
+        self.found: dict[str, Schema] = {}
         self._classes: dict[str, Any] = {}
         self._functions: list[str] = []
         self._unknown_steps: list[str] = []  # what they need is not installed
@@ -76,39 +87,22 @@ class _Definitions:
             else:
                 self._functions.append(name)
 
-    def schema(self) -> Schema:
-        from datatrove.executor.base import PipelineExecutor
-
-        return {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "title": "A file for datatrove-ckpt run",
-            "type": "object",
-            "properties": {"executor": self._node([PipelineExecutor], "executor")},
-            "required": ["executor"],
-            "additionalProperties": False,
-            "definitions": self._found,
-        }
-
-    def _node(self, kinds: list[Any], title: str) -> Schema:
+    def node(self, kinds: list[Any]) -> Schema:
         """An object of these kinds: class_path and init_args."""
         from datatrove.pipeline.base import PipelineStep
 
         known = [name for name, cls in self._classes.items() if _may_be(cls, kinds)]
         names = [*known, *(self._unknown_steps if PipelineStep in kinds else [])]
-        key = self._titles.get(tuple(names))
-        if key is None:
-            key = title if title not in self._found else f"{title}_{len(self._titles)}"
-            self._titles[tuple(names)] = key
-            properties: Schema = {
-                "class_path": {"anyOf": [*([{"enum": names}] if names else []), _IMPORT_PATH]},
+        node: Schema = {
+            "type": "object",
+            "properties": {
+                "class_path": {"anyOf": [{"enum": names}, _IMPORT_PATH]},
                 "init_args": {"type": ["object", "null"]},
-            }
-            node: Schema = {"type": "object", "properties": properties, "required": ["class_path"]}
-            node["additionalProperties"] = False
-            self._found[key] = node
-            if known:
-                node["allOf"] = [self._choice(name) for name in known]
-        return {"$ref": f"#/definitions/{key}"}
+            },
+            "required": ["class_path"],
+            "additionalProperties": False,
+        }
+        return node | ({"allOf": [self._choice(name) for name in known]} if known else {})
 
     def _choice(self, name: str) -> Schema:
         """With this class_path, init_args must be the class's."""
@@ -124,12 +118,12 @@ class _Definitions:
     def _arguments(self, cls: Any) -> Schema:
         """A mapping of the constructor's arguments."""
         key = f"{cls.__module__}.{cls.__qualname__}"
-        if key not in self._found:
+        if key not in self.found:
             parameters, open_ended = parameters_of(cls)
             texts = _descriptions(cls)
             needed = [name for name, one in parameters.items() if one.default is REQUIRED]
             found: Schema = {"description": inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]}
-            self._found[key] = found
+            self.found[key] = found
             found["type"] = "object" if needed else ["object", "null"]
             found["properties"] = {
                 name: self._argument(name, one, "api_key_env" in parameters) | texts.get(name, {})
@@ -142,26 +136,22 @@ class _Definitions:
     def _argument(self, name: str, parameter: Parameter, names_a_variable: bool) -> Schema:
         if name == "api_key" and names_a_variable:
             return _NULL  # a key does not belong into a file
-        found = self._value(parameter.hint, name)
-        if "$ref" in found:  # in draft 7, nothing may stand beside it
-            found = {"allOf": [found]}
+        found = self._value(parameter.hint)
         default = parameter.default
         written = default is not None and type(default) in _PLAIN
         return found | ({"default": default} if written else {})
 
-    def _value(self, hint: Any, name: str) -> Schema:
-        kinds = alternatives(hint)
+    def _value(self, hint: Any) -> Schema:
+        kinds = sayable(alternatives(hint))
         if Any in kinds:
             return {}
-        if str in kinds:  # a user who can give a string gives no DataFolder or file system object
-            kinds = [one for one in kinds if one is type(None) or not any(map(is_class, (one, *typing.get_args(one))))]
         objects = [kind for kind in kinds if kind not in _PLAIN and _is_object(kind)]
-        found = [self._kind(kind, name) for kind in kinds if kind not in objects]
+        found = [self._kind(kind) for kind in kinds if kind not in objects]
         if any(map(is_callable, objects)):
             found += [{"enum": self._functions}, _IMPORT_PATH]
         if not objects:
             return _any_of(found)
-        node = self._node(objects, name)
+        node = self.node(objects)
         plain = [self._arguments(kind) for kind in objects if dataclasses.is_dataclass(kind)]
         if plain:
             node = {"if": {"required": ["class_path"]}, "then": node, "else": plain[0]}
@@ -170,19 +160,19 @@ class _Definitions:
         # Not "anyOf", of which an editor shows no mistake inside the object.
         return {"if": {"type": "object"}, "then": node, "else": _any_of(found)} if found else node
 
-    def _kind(self, kind: Any, name: str) -> Schema:
+    def _kind(self, kind: Any) -> Schema:
         outer, inner = origin(kind), typing.get_args(kind)
         if kind in _PLAIN:
             return dict(_PLAIN[kind])
         if outer is Literal:
             return {"enum": [*inner]}
         if outer is dict:
-            return {"type": "object", "additionalProperties": self._value(inner[1], name) if inner else True}
+            return {"type": "object", "additionalProperties": self._value(inner[1]) if inner else True}
         if outer is tuple and inner and inner[-1] is not ...:
-            items = [self._value(one, name) for one in inner]
+            items = [self._value(one) for one in inner]
             return {"type": "array", "items": items, "minItems": len(items), "additionalItems": False}
         if isinstance(outer, type) and issubclass(outer, Iterable):
-            return {"type": "array", "items": self._value(inner[0], name) if inner else {}}
+            return {"type": "array", "items": self._value(inner[0]) if inner else {}}
         return {}
 
 

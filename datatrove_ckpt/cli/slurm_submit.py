@@ -77,20 +77,13 @@ def check(executor: SlurmPipelineExecutor) -> None:
             "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
             "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
         )
-    jobs = _submitted_before(executor)
-    queued = [job for job in jobs if _is_queued(job, executor)]
+    jobs = json.loads(executor.logging_dir.cat_file(_JOBS)) if executor.logging_dir.isfile(_JOBS) else []
+    queued = [job for job in map(str, jobs) if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
             f"executor: job {', '.join(queued)} of this run is still in the queue. Wait until it ends (squeue -j "
             f"{','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same command again."
         )
-
-
-def _submitted_before(executor: SlurmPipelineExecutor) -> list[str]:
-    if not executor.logging_dir.isfile(_JOBS):
-        return []
-    with executor.logging_dir.open(_JOBS) as file:
-        return [str(job) for job in json.load(file)]
 
 
 def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
@@ -107,19 +100,16 @@ def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
             check=False,
             timeout=_SQUEUE_TIMEOUT,
         )
+        if asked.returncode == 0:
+            return asked.stdout.strip() != ""
+        if _FORGOTTEN in asked.stderr:
+            return False
+        cause = " ".join(asked.stderr.split()) or f"exit code {asked.returncode}"
     except subprocess.TimeoutExpired:
-        raise _unknown(job, executor, f"no answer within {_SQUEUE_TIMEOUT:g} s") from None
+        cause = f"no answer within {_SQUEUE_TIMEOUT:g} s"
     except OSError as error:
-        raise _unknown(job, executor, str(error)) from None
-    if asked.returncode == 0:
-        return asked.stdout.strip() != ""
-    if _FORGOTTEN in asked.stderr:
-        return False
-    raise _unknown(job, executor, " ".join(asked.stderr.split()) or f"exit code {asked.returncode}")
-
-
-def _unknown(job: str, executor: SlurmPipelineExecutor, cause: str) -> ConfigError:
-    return ConfigError(
+        cause = str(error)
+    raise ConfigError(
         f"executor: squeue does not tell whether job {job} of this run is still in the queue: {cause}. Nothing was "
         f"submitted. Run the same command again when squeue -j {job} answers, or remove "
         f"{executor.logging_dir.resolve_paths(_JOBS)} if you know that the job has ended."
@@ -153,18 +143,12 @@ def submit(executor: SlurmPipelineExecutor, checkpoints: list[str], command: str
         ) from refused
     if not arrays:
         return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
-    return _closing_line(executor, ",".join(arrays), waiting, checkpoints, command)
-
-
-def _closing_line(
-    executor: SlurmPipelineExecutor, arrays: str, waiting: int, checkpoints: list[str], command: str
-) -> str:
-    look = [f"squeue -j {arrays}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
-    logs, per_job = Path(executor.slurm_logs_folder).absolute(), executor.tasks_per_job
+    job, per_job = ",".join(arrays), executor.tasks_per_job
     elements = plural(math.ceil(waiting / per_job), "array element")
     grouped = f", in {elements} of up to {per_job} tasks" if per_job > 1 else ""
+    look = [f"squeue -j {job}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
     return (
-        f"Submitted job {arrays} for {waiting} of {plural(executor.tasks, 'task')}{grouped}. Logs: {logs} "
-        f"and {executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. When it has ended, the "
-        f"same command submits the tasks that are not complete: {command}"
+        f"Submitted job {job} for {waiting} of {plural(executor.tasks, 'task')}{grouped}. Logs: "
+        f"{Path(executor.slurm_logs_folder).absolute()} and {executor.logging_dir.resolve_paths('logs')}. To watch it: "
+        f"{'; '.join(look)}. When it has ended, the same command submits the tasks that are not complete: {command}"
     )

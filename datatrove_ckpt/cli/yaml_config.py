@@ -28,7 +28,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,7 +91,12 @@ def build(content: dict[str, Any]) -> Any:
     """
     from datatrove.executor.base import PipelineExecutor
 
-    _refuse_mask(content["executor"], "")
+    for place, value in leaves(content["executor"], "executor"):
+        if value == MASK:
+            raise ConfigError(
+                f"{place}: its value was hidden by --dry-run, because it may be a secret. Write the value in its "
+                "place, into a file that only you can read."
+            )
     executor = _build(content["executor"], "executor", [PipelineExecutor])
     for name, default in _NUMBERS.items():
         number = (content["executor"].get("init_args") or {}).get(name, 1)
@@ -101,15 +106,18 @@ def build(content: dict[str, Any]) -> Any:
     return executor
 
 
-def _refuse_mask(value: Any, place: str) -> None:
+def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Every plain value in mappings and lists, after its place as an override names it."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _refuse_mask(part, place if key == "init_args" else f"{place}.{key}")
-    elif value == MASK:
-        raise ConfigError(
-            f"{place[1:]}: its value was hidden by --dry-run, because it may be a secret. Write the value in its "
-            "place, into a file that only you can read."
-        )
+            yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
+    else:
+        yield short(place), value
+
+
+def short(place: str) -> str:
+    """A place as an override names it."""
+    return place.removeprefix("executor.") if place.startswith("executor.pipeline.") else place
 
 
 def _build(node: Any, place: str, kinds: list[Any]) -> Any:
@@ -181,8 +189,7 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return _construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
-    if isinstance(value, list) and len(lists := [kind for kind in kinds if origin(kind) is list]) == 1:
-        element = (typing.get_args(lists[0]) or (Any,))[0]
+    if isinstance(value, list) and (element := item_hint(kinds)) is not None:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
     if Any in kinds or (isinstance(value, str) and str in kinds):  # jsonargparse would read "null" as None
         return value
@@ -353,16 +360,15 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
 
 def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
     """What the value at a key of the node may be, if the node is one of ``kinds``."""
+    hint: Any = None
     if isinstance(node, list):
-        inner = [typing.get_args(kind)[0] for kind in kinds if origin(kind) is list and typing.get_args(kind)]
+        hint = item_hint(kinds)
     elif isinstance(node, dict) and "class_path" in node:
-        try:
-            inner = [_hint_of(import_name(node["class_path"], "class_path"), key)]
-        except ConfigError:  # reported with its place when the executor is built
-            inner = []
-    else:
-        inner = [_hint_of(kind, key) for kind in kinds if dataclasses.is_dataclass(kind)]
-    return alternatives(inner[0]) if len(inner) == 1 else [Any]
+        with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
+            hint = _hint_of(import_name(node["class_path"], "class_path"), key)
+    elif len(plain := [kind for kind in kinds if dataclasses.is_dataclass(kind)]) == 1:
+        hint = _hint_of(plain[0], key)
+    return alternatives(Any if hint is None else hint)
 
 
 def _hint_of(cls: Any, key: str) -> Any:
@@ -393,7 +399,8 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
         hints = typing.get_type_hints(cls.__init__)
     except NameError:  # an annotation that exists only for type checkers: the constructor checks it
         hints = {}
-    made = {one.name: one.default_factory for one in _fields(cls) if one.default_factory is not dataclasses.MISSING}
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    made = {one.name: one.default_factory for one in fields if one.default_factory is not dataclasses.MISSING}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     named = [argument for argument in arguments if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]
     parameters = {}
@@ -401,10 +408,6 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
         default = made[one.name]() if one.name in made else one.default
         parameters[one.name] = Parameter(_hint(hints.get(one.name, Any), default), default)
     return parameters, any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-
-
-def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
 
 
 def _hint(hint: Any, default: Any) -> Any:
@@ -431,6 +434,12 @@ def origin(kind: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
+def item_hint(kinds: list[Any]) -> Any:
+    """What the items of a list may be, if exactly one of the kinds is a list; else None."""
+    lists = [kind for kind in kinds if origin(kind) is list]
+    return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+
+
 def is_class(kind: Any) -> bool:
     """Whether its values are objects that a file describes with class_path, or null."""
     return kind is type(None) or (inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing"))
@@ -448,11 +457,17 @@ def fits(cls: type, kinds: list[Any]) -> bool:
     return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
 
 
+def sayable(kinds: list[Any]) -> list[Any]:
+    """Without the objects, such as a DataFolder, that a user who can give a string does not give."""
+    if str not in kinds:
+        return kinds
+    return [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
+
+
 def in_words(kinds: list[Any]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
-    if str in kinds:  # a user who can give a string gives no DataFolder or file system object
-        kinds = [k for k in kinds if k is type(None) or not any(map(is_class, (k, *typing.get_args(k))))]
+    kinds = sayable(kinds)
     words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
@@ -515,11 +530,6 @@ for _tag, _first, _pattern in (
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes a text that is anything else by the rules of YAML 1.1 or 1.2."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
-        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *Loader.yaml_implicit_resolvers.get(first, ())]
-        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
-    }
-
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -528,7 +538,7 @@ _ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # PyYAML writes those unescape
 
 
 def _represent_text(dumper: _Dumper, text: str) -> Any:
-    style = '"' if _ODD_BREAKS.search(text) else "|" if "\n" in text else None
+    style = '"' if _ODD_BREAKS.search(text) else "|" if "\n" in text else None if read_value(text) == text else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -148,14 +148,16 @@ def _looks_like_mirror(folder: Path) -> bool:
 
 @contextmanager
 def restored(place: Place) -> Iterator[Place]:
-    """The place with all ranks restored in a temporary folder, to be changed there.
+    """The place with all ranks of a mirror restored in a temporary folder, to be changed there; another as it is.
 
     Raises:
         StorageFailed, CheckpointCorrupt, ConfigError: see ``mirror.restore``.
     """
+    if place.mirror is None:
+        yield place
+        return
     from datatrove_ckpt.mirror.changing import restore_ranks  # fsspec is slow to import
 
-    assert place.mirror is not None
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
         yield replace(place, folder=Path(folder))

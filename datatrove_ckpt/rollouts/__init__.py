@@ -10,22 +10,9 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
-from datatrove_ckpt.rollouts.for_config import for_config
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat
-from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout
+from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
-
-for _named in (
-    BestOfRollout,
-    ChunkedRollout,
-    CompletionRollout,
-    Generate,
-    InvalidAnswer,
-    PromptRollout,
-    chat,
-    split_text,
-):
-    _named.__module__ = __name__
 
 __all__ = [
     "BestOfRollout",
@@ -41,3 +28,7 @@ __all__ = [
     "for_config",
     "split_text",
 ]
+
+for _named in [globals()[name] for name in __all__]:
+    if getattr(_named, "__module__", "").startswith(__name__):  # not Payload and Rollout, which are aliases
+        _named.__module__ = __name__

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -66,13 +65,15 @@ class BestOfRollout(PromptRollout):
             re.compile(self.vote_pattern or "")
         except re.error as error:
             raise ConfigError(f"vote_pattern: {self.vote_pattern!r} is not a regular expression: {error}.") from None
-        if self._params().get("temperature") == 0:
+        self._refuse_cold({})
+
+    def _refuse_cold(self, defaults: Payload) -> None:
+        if {**defaults, **self._params()}.get("temperature") == 0:
             raise ConfigError("candidates: at temperature 0 they would all be the same; set a higher one.")
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
-        if {**config.default_generation_params, **self._params()}.get("temperature") == 0:
-            raise ConfigError("candidates: at temperature 0 they would all be the same; set a higher one.")
+        self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         payload = await self._payload(document)
@@ -87,7 +88,17 @@ class BestOfRollout(PromptRollout):
             scores = [_score(str(one.text)) for one in asked]
         # max takes the first one of several
         best = max(range(len(results)), key=lambda index: (scores[index] is not None, scores[index] or 0.0))
-        return _result(results, scores, best, [*results, *asked])
+        chosen = results[best]
+        return {
+            "text": chosen.text,
+            "finish_reason": chosen.finish_reason,
+            "usage": sum_usage(one.usage for one in [*results, *asked]),
+            "reasoning": chosen.reasoning,
+            "candidates": [
+                {"text": one.text, "finish_reason": one.finish_reason, "score": score}
+                for one, score in zip(results, scores, strict=True)
+            ],
+        }
 
     async def _judged(self, document: Document, answer: str) -> Payload:
         assert self.judge_prompt is not None
@@ -113,19 +124,3 @@ class BestOfRollout(PromptRollout):
 def _score(text: str) -> float | None:
     found = _NUMBER.search(text)
     return float(found[0]) if found else None
-
-
-def _result(
-    results: list[InferenceResult], scores: list[float | None], best: int, paid: list[InferenceResult]
-) -> dict[str, Any]:
-    chosen = results[best]
-    return {
-        "text": chosen.text,
-        "finish_reason": chosen.finish_reason,
-        "usage": sum_usage(paid),
-        "reasoning": chosen.reasoning,
-        "candidates": [
-            {"text": one.text, "finish_reason": one.finish_reason, "score": score}
-            for one, score in zip(results, scores, strict=True)
-        ],
-    }

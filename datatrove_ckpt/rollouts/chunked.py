@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -32,53 +32,35 @@ _LONGEST_REPEAT = 4000
 """Characters that are compared: two milliseconds."""
 
 
-class Ruler(Protocol):
-    """Measures stretches of one text."""
+class Ruler:
+    """Measures stretches of one text: in characters, or in tokens if it is known where each of them begins."""
 
-    def size(self, start: int, end: int) -> int: ...
-
-    def end(self, start: int, limit: int) -> int:
-        """The end of the longest stretch from ``start`` that has at most this size; at least one character."""
-        ...
-
-
-class Chars:
-    """In characters."""
-
-    def size(self, start: int, end: int) -> int:
-        return end - start
-
-    def end(self, start: int, limit: int) -> int:
-        return start + limit
-
-
-class Tokens:
-    """In tokens, of which it is known where each begins."""
-
-    def __init__(self, starts: Sequence[int], length: int) -> None:
+    def __init__(self, text: str, starts: Sequence[int] | None) -> None:
+        self._length = len(text)
         self._starts = starts
-        self._length = length
 
     def size(self, start: int, end: int) -> int:
+        if self._starts is None:
+            return end - start
         return bisect_left(self._starts, end) - bisect_left(self._starts, start)
 
     def end(self, start: int, limit: int) -> int:
+        """The end of the longest stretch from ``start`` that has at most this size; at least one character."""
+        if self._starts is None:
+            return start + limit
         last = bisect_left(self._starts, start) + limit
         return max(self._starts[last] if last < len(self._starts) else self._length, start + 1)
 
 
-def split_text(text: str, limit: int) -> list[str]:
-    """The text in parts of at most ``limit`` characters. At least one part, which may be empty."""
-    return split(text, limit, Chars())
-
-
-def split(text: str, limit: int, ruler: Ruler, overlap: int = 0) -> list[str]:
+def split_text(text: str, limit: int, overlap: int = 0, starts: Sequence[int] | None = None) -> list[str]:
     """The text in parts of at most this size. At least one part, which may be empty.
 
     Args:
+        starts: where each token begins: the limit is in tokens. None: it is in characters.
         overlap: characters of the end of a part with which the next one begins again; they add to its size. Fewer, so
             that it begins at a sentence or a word.
     """
+    ruler = Ruler(text, starts)
     parts: list[tuple[int, int]] = []
     for start, end in _pieces(text, 0, len(text), limit, ruler, _BOUNDARIES):
         if parts and ruler.size(parts[-1][0], _trimmed(text, parts[-1][0], end)) <= limit:
@@ -148,22 +130,10 @@ def _earlier(text: str, start: int, overlap: int, first: int) -> int:
 
 
 def _repeated(before: str, after: str, most: int) -> list[int]:
-    """How many characters at the beginning of a text are also at the end of the one before it: each number that fits.
-
-    The failure function of Knuth, Morris and Pratt: its time grows with the length, not with its square.
-    """
+    """How many characters at the beginning of a text are also at the end of the one before it: each number that fits,
+    the largest first."""
     size = min(len(before), len(after), most, _LONGEST_REPEAT)
-    both = [*after[:size], None, *before[len(before) - size :]]
-    borders = [0] * len(both)
-    for index in range(1, len(both)):
-        border = borders[index - 1]
-        while border and both[index] != both[border]:
-            border = borders[border - 1]
-        borders[index] = border + (both[index] == both[border])
-    found = [borders[-1]] if size else []
-    while found and found[-1]:
-        found.append(borders[found[-1] - 1])
-    return [number for number in found if number]
+    return [number for number in range(size, 0, -1) if before.endswith(after[:number])]
 
 
 @dataclass
@@ -242,30 +212,24 @@ class ChunkedRollout(ReadyMade):
 
     async def _parts(self, text: str) -> list[str]:
         limit = self.max_tokens_per_part
-        if limit is None:
-            return split(text, self.max_chars_per_part, Chars(), self.overlap_chars)
-        if self.chars_per_token is not None:
-            return split(text, max(1, int(limit * self.chars_per_token)), Chars(), self.overlap_chars)
-
-        def by_tokens() -> list[str]:
-            return split(text, limit, Tokens(self._counter().starts(text), len(text)), self.overlap_chars)
-
-        return await asyncio.to_thread(by_tokens)
+        if limit is not None and self.chars_per_token is None:
+            return await asyncio.to_thread(
+                lambda: split_text(text, limit, self.overlap_chars, self._counter().starts(text))
+            )
+        chars = self.max_chars_per_part if limit is None else max(1, int(limit * (self.chars_per_token or 1)))
+        return split_text(text, chars, self.overlap_chars)
 
     async def _in_turn(self, document: Document, generate: Generate, parts: list[str]) -> list[InferenceResult]:
         results: list[InferenceResult] = []
         for index, part in enumerate(parts):
             if self.carry == "continue":
-                payload = self._continued(document, parts[index - 1] if index else "", part, results)
+                payload = self._continued(document, parts[index - 1], part, results)
             else:
-                first = max(0, index - self.carried_parts)
                 payload = self._payload(document, part)
-                before = [
-                    message
-                    for earlier, result in zip(parts[first:index], results[first:], strict=True)
-                    for message in (self._asked(document, earlier), {"role": "assistant", "content": result.text})
-                ]
-                payload["messages"][-1:-1] = before
+                first = max(0, index - self.carried_parts)
+                for earlier, result in zip(parts[first:index], results[first:], strict=True):
+                    asked = {"role": "user", "content": fill(self.prompt, document, earlier)}
+                    payload["messages"][-1:-1] = [asked, {"role": "assistant", "content": result.text}]
             results.append(await generate(payload))
         return results
 
@@ -275,9 +239,6 @@ class ChunkedRollout(ReadyMade):
         payload = self._payload(document, f"{before}{self.separator}{part}")
         payload["messages"].append({"role": "assistant", "content": results[-1].text})
         return {**payload, "continue_final_message": True, "add_generation_prompt": False}
-
-    def _asked(self, document: Document, part: str) -> dict[str, str]:
-        return {"role": "user", "content": fill(self.prompt, document, part)}
 
     def _payload(self, document: Document, part: str) -> Payload:
         return chat_payload(self.system_prompt, fill(self.prompt, document, part), self._params())
@@ -289,26 +250,19 @@ class ChunkedRollout(ReadyMade):
         return InferenceResult(
             text=stitch(texts, self.separator, parts, overlap) if overlap else self.separator.join(texts),
             finish_reason="length" if "length" in reasons else reasons[-1],
-            usage=sum_usage(results),
+            usage=sum_usage(result.usage for result in results),
             reasoning=self.separator.join(result.reasoning for result in results if result.reasoning),
         )
 
 
-def sum_usage(results: list[InferenceResult]) -> dict[str, object]:
-    """The usage of several answers together."""
+def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
+    """The usage of several answers together: the sums of numbers of one name, nested ones too. Others are left out."""
     total: dict[str, object] = {}
-    for result in results:
-        total = _added(total, result.usage)
+    for usage in usages:
+        for name, value in (usage or {}).items():
+            before = total.get(name)
+            if isinstance(value, dict):
+                total[name] = sum_usage([before if isinstance(before, dict) else None, value])
+            elif isinstance(value, (int, float)):
+                total[name] = value + (before if isinstance(before, (int, float)) else 0)
     return total
-
-
-def _added(total: dict[str, object], more: dict[str, object] | None) -> dict[str, object]:
-    """Adds numbers by name, nested ones too. Other values are left out."""
-    summed = dict(total)
-    for name, value in (more or {}).items():
-        before = summed.get(name)
-        if isinstance(value, dict):
-            summed[name] = _added(before if isinstance(before, dict) else {}, value)
-        elif isinstance(value, (int, float)):
-            summed[name] = value + (before if isinstance(before, (int, float)) else 0)
-    return summed

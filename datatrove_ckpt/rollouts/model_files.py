@@ -132,16 +132,11 @@ def _load(name: str, revision: str | None) -> TokenCounter:
         raise ConfigError(f"tokenizer: {missing_package('tokenizers')} {_ADVICE}.") from None
     try:
         data = find_file("tokenizer", name, _TOKENIZER, revision).read_bytes()
+        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None
-    except OSError as error:
-        raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {name!r} cannot be read: {error_text(error)}. {_ADVICE}."
-        ) from None
-    try:
-        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-    except Exception as error:  # the library raises plain Exceptions
-        raise ConfigError(f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}.") from None
+    except Exception as error:  # the disk's errors, and those of the library, which raises plain Exceptions
+        raise ConfigError(f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}.") from None
     tokenizer.no_truncation()  # a model for short texts has one in its file
     tokenizer.no_padding()
     return TokenCounter(tokenizer, xxhash.xxh3_128_hexdigest(data))

@@ -10,10 +10,11 @@ from typing import TypeAlias
 
 from datatrove.data import Document
 
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
+from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter
-from datatrove_ckpt.rollouts.settings import OneRequest
+from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
 from datatrove_ckpt.rollouts.templates import (
     BARE,
     check_template,
@@ -129,6 +130,24 @@ class CompletionRollout(OneRequest):
         filled = partial(fill, self.prompt, document)
         text = await cut_to_limit(self, self.prompt, filled, source, "")
         return (await self._ask(generate, [{"prompt": filled(text)} | self._params()]))[0]
+
+
+def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
+    """The rollout as a run with this config calls it. One that is not of this package is returned as it is.
+
+    Raises:
+        ConfigError: its payloads are for the other kind of request, so every request would be rejected; or see
+            ``ReadyMade.for_config``.
+    """
+    if config.use_chat and isinstance(rollout_fn, CompletionRollout):
+        raise ConfigError("use_chat: CompletionRollout sends plain completions; set use_chat to false.")
+    is_chat = rollout_fn is chat or (
+        isinstance(rollout_fn, ReadyMade) and not isinstance(rollout_fn, CompletionRollout)
+    )
+    if not config.use_chat and is_chat:
+        name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
+        raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
+    return rollout_fn.for_config(config) if isinstance(rollout_fn, ReadyMade) else rollout_fn
 
 
 async def cut_to_limit(rollout: OneRequest, template: str, filled: Filled, text: str, system_prompt: str) -> str:

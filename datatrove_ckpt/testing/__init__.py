@@ -6,17 +6,11 @@ This room is public, so that users can test their own rollouts, adapters and wri
 ``resume`` (``assert_resume_is_exact``, for any data loader).
 """
 
-from datatrove_ckpt.testing.crashes import (
-    CrashReport,
-    assert_same_output_after_crash,
-    assert_same_output_after_disk_errors,
-    outputs,
-)
+from datatrove_ckpt.testing.crashes import CrashReport, assert_same_output_after_crash, outputs
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
-    FailingDisk,
     PowerLossDisk,
     SimulatedCrash,
     crash_at,
@@ -30,14 +24,12 @@ __all__ = [
     "REMOTE_EFFECTS",
     "CrashReport",
     "CrashingDisk",
-    "FailingDisk",
     "FakeServer",
     "PowerLossDisk",
     "ResumeReport",
     "SimulatedCrash",
     "assert_resume_is_exact",
     "assert_same_output_after_crash",
-    "assert_same_output_after_disk_errors",
     "crash_at",
     "disk_in_place",
     "outputs",

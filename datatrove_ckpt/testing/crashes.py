@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 from unittest.mock import patch
@@ -17,12 +17,10 @@ import xxhash
 from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.checkpoint.history_records import parse_history
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
-from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
-    FailingDisk,
     PowerLossDisk,
     copy_tree,
     disk_in_place,
@@ -104,102 +102,35 @@ def assert_same_output_after_crash(
     expected = outputs(folder / output)
     disk_type = PowerLossDisk if power_loss else CrashingDisk
 
-    def crash_at_every_effect(start: Path, crashes: list[str], depth: int) -> None:
-        """Crashes at every effect of the attempt that begins with ``start``."""
-        number = 0
-        while True:
+    def resume(crashes: list[str], depth: int) -> None:
+        """Goes on from what is in the folder: with a crash at every effect, or at depth 0 undisturbed."""
+        if not depth:
+            run(folder)
+            report.attempts += 1
+            assert_equal(folder / output, expected, crashes)
+            return
+        start = folder.with_name(f"{folder.name}.depth-{depth}")
+        copy_tree(folder, start)
+        for number in count():
             copy_tree(start, folder)
             disk = disk_type(number, folder, torn, counted)
             report.attempts += 1
             with disk_in_place(disk):
                 run(folder)
             if disk.crashed_at is None:
-                _assert_equal(folder / output, expected, crashes)
+                assert_equal(folder / output, expected, crashes)
                 return
             report.points += [] if crashes else [disk.crashed_at]
             for survivor in disk.survivors():
                 if report.is_new(folder, depth - 1):
                     after_crash(folder)
                     resume([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
-            number += 1
 
-    def resume(crashes: list[str], depth: int) -> None:
-        if depth:
-            here = folder.with_name(f"{folder.name}.crashed")
-            copy_tree(folder, here)
-            crash_at_every_effect(here, crashes, depth)
-        else:
-            run(folder)
-            report.attempts += 1
-            _assert_equal(folder / output, expected, crashes)
-
+    copy_tree(fresh, folder)
     # No time passes: else no two folders would be equal.
     with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
-        crash_at_every_effect(fresh, [], 2 if recoveries else 1)
+        resume([], 2 if recoveries else 1)
     return report
-
-
-def assert_same_output_after_disk_errors(
-    run: Attempt,
-    folder: Path,
-    *,
-    output: str = "output",
-    codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
-    after_error: Attempt = lambda folder: None,
-) -> list[str]:
-    """Makes every effect of a job fail, once and permanently, and runs the job again without the fault.
-
-    Args:
-        run: one attempt of the job.
-        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
-        output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
-        codes: the values of ``errno`` to try.
-        after_error: called with the folder as each failure leaves it, for further assertions.
-
-    Returns:
-        What failed: effect, error, and whether permanently.
-
-    Raises:
-        AssertionError: the job ignored a failure, its error does not name the file and what to do, or the output
-            differs.
-    """
-    fresh = folder.with_name(folder.name + ".fresh")
-    copy_tree(folder, fresh)
-    run(folder)
-    expected = outputs(folder / output)
-    tried: list[str] = []
-    for code in codes:
-        for permanent in (False, True):
-            number = 0
-            while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, permanent))) is not None:
-                label = f"{refused}: {errno.errorcode[code]}{' (permanent)' if permanent else ''}"
-                after_error(folder)
-                run(folder)
-                _assert_equal(folder / output, expected, [label])
-                tried.append(label)
-                number += 1
-    return tried
-
-
-def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str | None:
-    copy_tree(fresh, folder)
-    failure: CkptError | None = None
-    try:
-        with disk_in_place(disk):
-            run(folder)
-    except CkptError as error:
-        failure = error
-    if failure is None:
-        assert disk.failed_at is None, f"the job ignored an error of the disk: {disk.failed_at}"
-    else:
-        assert disk.failed_at is not None, f"the job failed without an error of the disk: {failure}"
-        _assert_helpful(str(failure), disk.refused)
-    return disk.failed_at
-
-
-def _assert_helpful(message: str, refused: list[Path]) -> None:
-    assert any(str(path) in message for path in refused), f"the message names none of {refused}: {message}"
-    assert "run the same command again" in message, f"the message does not say what to do: {message}"
 
 
 def _state(folder: Path) -> str:
@@ -210,15 +141,11 @@ def _state(folder: Path) -> str:
             continue
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
-            content = _shape(content)
+            # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
+            records, damaged = parse_history(content)
+            content = repr((content[-1:], damaged, [record.KIND for record in records])).encode()
         digest.update(_rows(folder / name) if name.endswith(CACHE) else content)
     return str(digest.hexdigest())
-
-
-def _shape(history: bytes) -> bytes:
-    """What the next attempt does with a history depends on its last byte only. The numbers in it are for people."""
-    records, damaged = parse_history(history)
-    return repr((history[-1:], damaged, [record.KIND for record in records])).encode()
 
 
 def _rows(database: Path) -> bytes:
@@ -232,7 +159,8 @@ def _rows(database: Path) -> bytes:
             connection.close()
 
 
-def _assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
+def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
+    """Asserts that the folder holds these files, after what is named."""
     actual = outputs(folder)
     assert actual.keys() == expected.keys(), f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
     for name, content in expected.items():

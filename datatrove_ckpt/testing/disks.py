@@ -1,9 +1,7 @@
-"""Disks that crash, lose power, or refuse: subclasses of ``files.Disk`` that stand in for it during a test."""
+"""Disks that crash or lose power: subclasses of ``files.Disk`` that stand in for it during a test."""
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fsspec import AbstractFileSystem
-
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
@@ -56,54 +51,42 @@ class WatchedDisk(files.Disk):
     def after(self, name: str, args: Arguments) -> None:
         """Called after an effect."""
 
-    def _effect(self, name: str, args: Arguments) -> int | None:
+    def happen(self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]) -> int | None:
+        """Does an effect on the disk or on a remote: all of them have one order."""
         with self._lock:
-            label = f"{name} {_path(args).name}"
+            label = f"{name} {Path(path).name}"
             self.before(name, args, label)
-            result: int | None = getattr(files.Disk, name)(self, *args)
+            result = effect()
             self.happened.append(label)
             self.after(name, args)
             return result
-
-    def remote_effect(self, name: str, path: str, args: Arguments) -> None:
-        """Does an effect on a remote, in one order with the effects on the disk."""
-        with self._lock:
-            label = f"{name} {path.rpartition('/')[2]}"
-            self.before(name, args, label)
-            getattr(object_store.Effects, name)(object_store.effects, *args)
-            self.happened.append(label)
 
 
 class WatchedRemote(object_store.Effects):
     """A remote whose effects happen in one order with those of a disk, and crash with it."""
 
     def __init__(self, disk: WatchedDisk) -> None:
-        self._disk = disk
-
-    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
-        self._disk.remote_effect("put", path, (fs, path, data))
-
-    def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
-        self._disk.remote_effect("copy", source, (fs, source, target))
-
-    def delete(self, fs: AbstractFileSystem, path: str) -> None:
-        self._disk.remote_effect("delete", path, (fs, path))
+        self.disk = disk
 
 
-def _path(args: Arguments) -> Path:
+def path_of(args: Arguments) -> Path:
     """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 
-def _watched(name: str) -> Callable[..., int | None]:
-    def effect(self: WatchedDisk, *args: object) -> int | None:
-        return self._effect(name, args)
+def _on_disk(name: str) -> Callable[..., int | None]:
+    return lambda self, *args: self.happen(name, args, path_of(args), lambda: getattr(files.Disk, name)(self, *args))
 
-    return effect
+
+def _on_remote(name: str) -> Callable[..., None]:
+    do = getattr(object_store.Effects, name)
+    return lambda self, *args: self.disk.happen(name, args, args[1], lambda: do(self, *args))
 
 
 for _name in EFFECTS:
-    setattr(WatchedDisk, _name, _watched(_name))
+    setattr(WatchedDisk, _name, _on_disk(_name))
+for _name in REMOTE_EFFECTS:
+    setattr(WatchedRemote, _name, _on_remote(_name))
 
 
 class CrashingDisk(WatchedDisk):
@@ -199,12 +182,11 @@ class PowerLossDisk(CrashingDisk):
         super().before(name, args, label)
 
     def after(self, name: str, args: Arguments) -> None:
-        path = _path(args)
         if name == "sync":
             self._look()
-            self._synced(path)
+            self._synced(path_of(args))
         elif name == "rename":
-            self._now[path] = self._now.pop(args[0])
+            self._now[path_of(args)] = self._now.pop(args[0])
 
     def _look(self) -> None:
         """Records what is on the real disk now."""
@@ -268,34 +250,6 @@ class PowerLossDisk(CrashingDisk):
             kept = max(len(file.durable), len(file.content) - self.BLOCK)
             return file.content[:kept] + bytes(len(file.content) - kept)
         return file.content
-
-
-class FailingDisk(WatchedDisk):
-    """A disk that refuses one effect, or all effects from one on.
-
-    Args:
-        fail_at: number of the effect to refuse, from 0.
-        code: an ``errno``: ENOSPC, EIO, EROFS, ...
-        permanent: refuse every later effect, too.
-    """
-
-    def __init__(self, fail_at: int, code: int = errno.ENOSPC, permanent: bool = False) -> None:
-        super().__init__()
-        self.failed_at: str | None = None
-        self.refused: list[Path] = []
-        self._fail_at = fail_at
-        self._code = code
-        self._permanent = permanent
-        self._count = 0
-
-    def before(self, name: str, args: Arguments, label: str) -> None:
-        due = self._count >= self._fail_at if self._permanent else self._count == self._fail_at
-        self._count += 1
-        if due and name != "remove_dir":  # only cleans up, and may fail
-            self.failed_at = self.failed_at or label
-            self.refused.append(_path(args))
-            with explained(name, _path(args)):
-                raise OSError(self._code, os.strerror(self._code))
 
 
 @contextmanager

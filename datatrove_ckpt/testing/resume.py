@@ -11,13 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import accumulate, groupby
 from typing import Any, TypeAlias
 
 import xxhash
 
-Name: TypeAlias = tuple[str, tuple[str, ...]]
-"""A sample: ``name_of`` and ``types_of`` it."""
+Name: TypeAlias = tuple[str, str]
+"""A sample: its values and their types, as text."""
 
 Batch: TypeAlias = tuple[int, tuple[Name, ...]]
 """Epoch, and the names of the samples in order."""
@@ -102,11 +102,13 @@ def assert_resume_is_exact(
         [sum(len(names) for at, names in whole if at == epoch) for epoch in range(epochs)],
         [sum(at == epoch for at, _ in whole) for epoch in range(epochs)],
     )
+    ends = [*accumulate(report.batches)][:-1]  # of epochs that another one follows
     for stop in _default_stops(report.batches) if stops is None else stops:
         numbers = (stop,) if isinstance(stop, int) else tuple(stop)
-        if min(numbers, default=-1) < 0 or sum(numbers) > len(whole):
+        last = sum(numbers)
+        if min(numbers, default=-1) < 0 or last > len(whole):
             raise ValueError(f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}.")
-        for between in (False, True) if _ends_an_epoch(sum(numbers), report.batches) else (False,):
+        for between in (False, True) if last > 0 and last in ends else (False,):
             _compare(whole, trial.in_pieces(numbers, between), numbers, between)
             report.stops.append(numbers)
     return report
@@ -140,7 +142,7 @@ class _Trial:
             batches = iter(loader) if stop != 0 or between else iter(())
             while (taken != stop or between) and (batch := next(batches, None)) is not None:
                 taken += 1
-                yield epoch, tuple((name_of(one), types_of(one)) for one in self.samples(batch))
+                yield epoch, tuple((name_of(one), sys.intern(_types(one))) for one in self.samples(batch))
             if taken == stop:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
@@ -157,17 +159,7 @@ class _Trial:
 
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
-    return _shortened(repr(_plain(sample)))
-
-
-def types_of(sample: Any) -> tuple[str, ...]:
-    """The types of a sample: of each column of a dict, or of the whole."""
-    if isinstance(sample, Mapping):
-        return tuple(sys.intern(_shortened(f"{key!r}: {_types(value)}")) for key, value in sample.items())
-    return (sys.intern(_shortened(_types(sample))),)
-
-
-def _shortened(text: str) -> str:
+    text = repr(_plain(sample))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
@@ -215,11 +207,6 @@ def _default_stops(batches: list[int]) -> list[int]:
     return sorted(stop for stop in stops if stop <= before)
 
 
-def _ends_an_epoch(stop: int, batches: list[int]) -> bool:
-    """Whether another epoch begins after this number of batches."""
-    return stop > 0 and any(stop == sum(batches[: epoch + 1]) for epoch in range(len(batches) - 1))
-
-
 def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], between: bool) -> None:
     """Raises an AssertionError that says how they differ."""
     if seen == whole:
@@ -251,8 +238,9 @@ def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
             return f"the same samples in another order: sample {index} is {got[0]}, and without a stop {wanted[0]}"
     for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
         if wanted != got:
-            had, has = next(pair for pair in zip_longest(wanted[1], got[1], fillvalue="nothing") if pair[0] != pair[1])
-            return f"the same values in other types: sample {index}, {got[0]}, has {has}, and without a stop {had}"
+            return (
+                f"the same values in other types: sample {index}, {got[0]}, is {got[1]}, and without a stop {wanted[1]}"
+            )
     index = next(i for i, pair in enumerate(zip(whole, seen, strict=False)) if pair[0] != pair[1])
     sizes = len(seen[index][1]), len(whole[index][1])
     return f"the same samples in other batches: batch {index} has {sizes[0]}, and without a stop {sizes[1]}"

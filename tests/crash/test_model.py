@@ -42,7 +42,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed,
 from datatrove_ckpt.generation.dead_letters import read_letters
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import CrashingDisk, FailingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from tests.disk_errors import FailingDisk
 from tests.jobs import runner
 
 # The job ------------------------------------------------------------------------------------------------------------

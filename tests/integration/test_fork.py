@@ -352,7 +352,7 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
 ) -> None:
     said = command("fork", "job.yaml", "job.yaml", *NEW, "--dry-run", "--price-per-million-tokens", "1000,2000").out
     assert "checkpoints: 1 task, 3 finished documents\nchanged: rollout_fn.prompt\n" in said
-    assert "answers: none; the old run has committed all its documents\n" in said
+    assert "answers: none; the old run has saved none of documents that it has not committed\n" in said
     cost = (
         "cost: for 3 documents, if each takes what it took before: 3 requests, 6 prompt and 6 completion tokens (0.02)"
     )

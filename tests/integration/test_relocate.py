@@ -246,7 +246,7 @@ def test_tasks_without_a_trace_are_named(tmp_path: Path, relocate: Relocate) -> 
         path.unlink()
     (new / "output" / "00000_chunk_00009.jsonl").write_text("")
     said = relocate(new).out
-    assert "tasks 1, 2: nothing here shows that they ever started. If they did, copy their folders, too" in said
+    assert "tasks 1, 2: nothing here shows a start. If there was one, copy what it saved, too" in said
     assert "00000_chunk_00009.jsonl is named by no commit." in said
     # The folder that was forgotten can still be added.
     for name in ("checkpoints/00001", "output"):

@@ -40,7 +40,7 @@ ROOMS = {
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "cli": "errors formatting redaction config process checkpoint maintenance preflight executor",
-    "testing": "errors checkpoint mirror",
+    "testing": "checkpoint mirror",
 }
 
 

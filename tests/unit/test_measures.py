@@ -18,7 +18,8 @@ from datatrove_ckpt.preflight.probes import (
     probe_folder,
     probe_object,
 )
-from datatrove_ckpt.testing import FailingDisk, disk_in_place
+from datatrove_ckpt.testing import disk_in_place
+from tests.disk_errors import FailingDisk
 
 
 def test_a_spread_is_the_middle_and_the_borders_of_the_outer_tenths() -> None:

@@ -14,7 +14,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
-from datatrove_ckpt.rollouts.chunked import Chars, Tokens, split, stitch
+from datatrove_ckpt.rollouts.chunked import stitch
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
 from tests.unit.test_rollouts import document
@@ -52,7 +52,7 @@ SENTENCES = "One is here. Two is here. Six is here."
     ],
 )
 def test_a_part_begins_with_the_end_of_the_one_before_at_a_sentence_or_a_word(overlap: int, parts: list[str]) -> None:
-    assert split(SENTENCES, 12, Chars(), overlap) == parts
+    assert split_text(SENTENCES, 12, overlap) == parts
 
 
 def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
 
 def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> None:
     text = "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
-    ruler = Tokens(range(0, len(text), 3), len(text))  # three characters each
+    starts = range(0, len(text), 3)  # three characters each
     for limit in (1, 7, 60):
-        parts = split(text, limit, ruler)
+        parts = split_text(text, limit, starts=starts)
         assert max(map(len, parts)) <= 3 * limit + 2
         assert "".join("".join(parts).split()) == "".join(text.split())
 
@@ -129,14 +129,14 @@ def test_stitching_writes_a_repeated_end_once(answers: list[str], stitched: str)
 def test_stitching_leaves_what_a_text_itself_repeats() -> None:
     row = "| 2024-01-01 | nothing to report | 0.00 | 0.00 | 0.00 | no remarks |"
     for text in ("\n".join([row] * 6), "\n\n".join([row] * 6)):
-        parts = split(text, 120, Chars(), 30)
+        parts = split_text(text, 120, 30)
         assert len(parts) > 2
         assert " ".join(stitch(parts, "\n", parts, 30).split()) == " ".join(text.split())
 
 
 def test_an_equal_answer_to_another_part_is_no_repetition() -> None:
     text = "\n\n".join(f"A paragraph with the number {number}, which ends here." for number in range(4))
-    parts = split(text, 60, Chars(), 20)
+    parts = split_text(text, 60, 20)
     assert stitch(["There is nothing in it to report."] * 4, " ", parts, 20).count("nothing") == 4
 
 

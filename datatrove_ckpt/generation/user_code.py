@@ -6,7 +6,9 @@ returns, and then works like ``async def``; whether it does shows at the first d
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
+from datatrove_ckpt.generation.syntax import parse
 from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 if TYPE_CHECKING:
@@ -27,6 +30,12 @@ SharedManager: TypeAlias = AbstractContextManager[Shared]
 SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
+# Expressions whose value is never awaitable.
+_VALUES = (
+    *(ast.Constant, ast.JoinedStr, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Compare),
+    *(ast.DictComp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.Lambda),
+)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class NotAwaitable(ConfigError):
@@ -46,10 +55,8 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
             f"rollout_fn: {rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...)."
         )
     function = _function(rollout_fn)
-    if function is not None and _yields(function):
-        raise ConfigError(
-            f"rollout_fn: {_shown(rollout_fn)} yields, so it cannot be awaited: return the result. {_ADVICE}."
-        )
+    if function is not None and (problem := _problem(function)):
+        raise ConfigError(f"rollout_fn: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
     _check_call(rollout_fn, context if isinstance(context, dict) else {}, complete=isinstance(context, dict | None))
 
 
@@ -93,11 +100,34 @@ def _function(rollout_fn: object) -> types.FunctionType | None:
     return rollout_fn if isinstance(rollout_fn, types.FunctionType) else None
 
 
-def _yields(function: types.FunctionType) -> bool:
-    is_generator = (
-        inspect.isgeneratorfunction(function) and not function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
-    )
-    return is_generator or inspect.isasyncgenfunction(function)
+def _problem(function: types.FunctionType) -> str:
+    """Why a call's result can never be awaited; "" if it may be."""
+    if inspect.isasyncgenfunction(function):
+        return "yields, so it cannot be awaited: return the result"
+    if inspect.iscoroutinefunction(function) or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        return ""
+    if inspect.isgeneratorfunction(function):
+        return "yields, so it cannot be awaited: return the result"
+    return "is not async" if _returns_values_only(function) else ""
+
+
+def _returns_values_only(function: types.FunctionType) -> bool:
+    """Each return statement of a plain ``def`` returns a dict, a text or the like. False if the source is missing."""
+    try:
+        # The code object's: the function's would be that of what it wraps.
+        tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        return False
+    waiting: list[ast.AST] = [*tree.body[0].body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, _VALUES):
+            return False
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return True
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:

@@ -71,6 +71,17 @@ def test_what_may_work_is_accepted(rollout: Any, context: Any) -> None:
     check_rollout(rollout, context)
 
 
+def plain(document: Document, generate: Any) -> Any:
+    result = generate({"prompt": document.text})
+
+    def unrelated() -> Any:
+        return result
+
+    if not document.text:
+        return None
+    return {"summary": unrelated().text}
+
+
 async def one_parameter(document: Document) -> Any: ...
 
 
@@ -84,7 +95,8 @@ async def yields(document: Document, generate: Any) -> Any:
 @pytest.mark.parametrize(
     ("rollout", "context", "says"),
     [
-        (functools.partial(yields), None, "yields(document, generate) yields, so it cannot be awaited"),
+        (plain, None, "plain(document, generate) is not async. Write `async def rollout(document, generate)`"),
+        (functools.partial(plain), None, "plain(document, generate) is not async"),
         (yields, None, "yields(document, generate) yields, so it cannot be awaited"),
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (one_parameter, None, "one_parameter(document) cannot be called as rollout(document, generate): too many"),

@@ -17,8 +17,7 @@ command goes on. One lock at a time, because there may be more ranks than a proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -121,28 +120,13 @@ def carry_out(plan: Relocation) -> None:
         _check_unchanged(rank)
     listed = report.hub.files() if report.hub is not None else {}
     for rank in plan.ranks:
-        with _locked(rank):
+        with ExitStack() as stack:
+            if not is_finished(rank.folder):  # a lock file that a kill leaves there would call it unfinished
+                stack.callback(files.Lock(rank.folder / LOCK).release)
             _check_unchanged(rank)
             _move(rank, plan.where, listed)
     if plan.job is not None:
         _move_job(report.checkpoints / JOB, plan.job, plan.where)
-
-
-@contextmanager
-def _locked(rank: RankLedger) -> Iterator[None]:
-    """Holds the rank's lock. Not of a finished rank: a lock file that a kill leaves there would call it unfinished.
-
-    Raises:
-        CheckpointLocked: a process works on the rank.
-    """
-    if is_finished(rank.folder):
-        yield
-        return
-    lock = files.Lock(rank.folder / LOCK)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _check_unchanged(rank: RankLedger) -> None:

@@ -284,10 +284,6 @@ class Share:
         order = scramble(count, salt) if self._files is None else _in_turns(pieces, self._files, count, salt)
         return OpenWindow(pieces, order, first, True)
 
-    @property
-    def windows(self) -> int:
-        return len(self._ends)
-
 
 class EpochOrder:
     """All canonical shares of an epoch, and where each position is in them."""

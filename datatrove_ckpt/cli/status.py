@@ -35,15 +35,10 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
     else:
-        write_out("\n".join(_lines(state, arguments.all, Style(takes_unicode()))) + "\n")
+        style = Style(takes_unicode())
+        ranks = ["", *table([*state.ranks, *state.retries], state.read_at, style)] if arguments.all else []
+        write_out("\n".join([*describe(state, style), *ranks]) + "\n")
     return int(state.is_damaged)
-
-
-def _lines(state: RunState, everything: bool, style: Style) -> Iterator[str]:
-    yield from describe(state, style)
-    if everything:
-        yield ""
-        yield from table([*state.ranks, *state.retries], state.read_at, style)
 
 
 # watch ----------------------------------------------------------------------------------------------------------------

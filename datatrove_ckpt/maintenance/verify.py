@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from posixpath import dirname
-from typing import Any, cast
+from typing import Any
 
 import xxhash
 from datatrove.io import get_datafolder
@@ -405,7 +405,11 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     try:
         with file_system_call():
             if report.hub is not None:
-                found = _list_hub(report)
+                # A folder there exists with its first file, and may be listed as it was a moment ago.
+                found, uploads = FoundFiles({}), HubUploads(report.hub, StoppableCalls())
+                found.show(uploads.looked("cannot be listed", report.hub.files))
+                files = (file for chunk in report.chunks for file in chunk.files)
+                uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
                 there = bool(found.sizes)
             else:
                 folder.invalidate_cache()
@@ -433,21 +437,6 @@ def _list_advice(error: BaseException) -> str:
     if http_status(error) in (401, 403):
         return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
     return "Check the network and the server, and run the same command again."
-
-
-def _list_hub(report: Report) -> FoundFiles:
-    """As ``_list``. A folder on the hub exists with its first file, and may be listed as it was a moment ago.
-
-    Raises:
-        OutputFailed: it cannot be listed, or the hub has not answered for five minutes.
-    """
-    hub = cast(HubFolder, report.hub)
-    found = FoundFiles({})
-    uploads = HubUploads(hub, StoppableCalls())
-    found.show(uploads.looked("cannot be listed", hub.files))
-    files = (file for chunk in report.chunks for file in chunk.files)
-    uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
-    return found
 
 
 def _is_ours(report: Report, path: str) -> bool:

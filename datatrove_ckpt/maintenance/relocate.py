@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
@@ -126,7 +125,10 @@ def carry_out(plan: Relocation) -> None:
             _check_unchanged(rank)
             _move(rank, plan.where, listed)
     if plan.job is not None:
-        _move_job(report.checkpoints / JOB, plan.job, plan.where)
+        change = Change(FOLDER, plan.job.get(FOLDER), plan.where, "", "", None)
+        accepted = [*plan.job.get("accepted_changes", []), *records([change])]
+        moved = stamped({**plan.job, FOLDER: plan.where, "accepted_changes": accepted})
+        files.disk.replace(report.checkpoints / JOB, sealed_json(moved))
 
 
 def _check_unchanged(rank: RankLedger) -> None:
@@ -152,10 +154,3 @@ def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
     if file.hub_hash or listed is None:
         return file
     return replace(file, hub_hash=listed.hash)
-
-
-def _move_job(path: Path, content: Json, where: str) -> None:
-    change = Change(FOLDER, content.get(FOLDER), where, "", "", None)
-    accepted = [*content.get("accepted_changes", []), *records([change])]
-    moved = stamped({**content, FOLDER: where, "accepted_changes": accepted})
-    files.disk.replace(path, sealed_json(moved))

@@ -205,25 +205,23 @@ def _check_settings(report: Report) -> None:
         if rank.settings and not is_unstarted(rank.run):
             roots[rank.root].append(rank)
     for ranks in roots.values():
-        _check_equal_settings(report, ranks)
-
-
-def _check_equal_settings(report: Report, ranks: list[RankLedger]) -> None:
-    variants: dict[bytes, list[RankLedger]] = defaultdict(list)
-    for rank in ranks:
-        variants[comparable("", rank.settings)].append(rank)
-    usual, *others = sorted(variants.values(), key=len, reverse=True)
-    for rank in (rank for variant in others for rank in variant):
-        known = defaultdict[str, set[bytes]](set)
-        for change in _accepted(rank, usual[0]):
-            name = str(change.get("field"))
-            known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-        changes = compare(usual[0].run, RunIdentity(rank.settings))
-        if all({comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes):
-            continue
-        differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
-        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
-        report.add_problem("identity", message, rank, path=rank.folder / RUN)
+        variants: dict[bytes, list[RankLedger]] = defaultdict(list)
+        for rank in ranks:
+            variants[comparable("", rank.settings)].append(rank)
+        usual, *others = sorted(variants.values(), key=len, reverse=True)
+        for rank in (rank for variant in others for rank in variant):
+            known = defaultdict[str, set[bytes]](set)
+            for change in _accepted(rank, usual[0]):
+                name = str(change.get("field"))
+                known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
+            changes = compare(usual[0].run, RunIdentity(rank.settings))
+            if all(
+                {comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes
+            ):
+                continue
+            differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+            message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+            report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
 def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:

@@ -73,18 +73,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         randomize_start_duration: int = 0,
         max_rank_attempts: int = 2,
     ) -> None:
-        super().__init__(
-            pipeline,
-            tasks,
-            workers,
-            logging_dir,
-            depends,
-            skip_completed,
-            start_method,
-            local_tasks,
-            local_rank_offset,
-            randomize_start_duration,
-        )
+        given = locals()
+        own = ("self", "__class__", "max_rank_attempts")
+        super().__init__(**{name: value for name, value in given.items() if name not in own})
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")

@@ -29,7 +29,6 @@ from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
@@ -52,7 +51,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
     check_steps(plan)
     if arguments.dry_run:
-        full = FullConfig(content, executor)
+        full = FullConfig(content)
         print(full.text(), end="")
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
@@ -191,7 +190,6 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FULL_BYTES = 1 << 20  # less free space than this counts as none
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
@@ -201,8 +199,9 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     folders["TMPDIR"] = Path(tempfile.gettempdir())
     if error.errno in _FULL:
+        where = error.filename or " or ".join(f"{name} {folder}" for name, folder in folders.items())
         return StorageFailed(
-            f"{error.strerror}: {error.filename or _which(folders)}. Free some space and run the same command again; "
+            f"{error.strerror}: {where}. Free some space and run the same command again; "
             "everything saved so far is kept."
         )
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
@@ -217,17 +216,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
         "run the same command again; everything saved so far is kept."
     )
-
-
-def _which(folders: dict[str, Path]) -> str:
-    """The folders that are full; all of them if that cannot be seen, as with quotas."""
-    full = {name: folder for name, folder in folders.items() if _is_full(folder)}
-    return " or ".join(f"{name} {folder}" for name, folder in (full or folders).items())
-
-
-def _is_full(folder: Path) -> bool:
-    found = os.statvfs(existing_part(folder))
-    return found.f_bavail * found.f_frsize < _FULL_BYTES or (found.f_files > 0 and found.f_favail == 0)
 
 
 # signals --------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """The whole configuration of a run: what a file and its overrides say, and the defaults of all that they leave out.
 
-It is YAML that can be run again. Comments at its top say what a file cannot: values that the run computes from others,
-defaults that are no plain values, and where a secret was hidden.
+It is YAML that can be run again. Comments at its top say what a file cannot: defaults that are no plain values, and
+where a secret was hidden.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +25,7 @@ from datatrove_ckpt.cli.yaml_config import (
     parameters_of,
     short,
 )
-from datatrove_ckpt.redaction import Veil, is_secret
+from datatrove_ckpt.redaction import is_secret
 
 _PLAIN = (str, bool, int, float, type(None))
 _NOT_PLAIN = (TypeError, jsonargparse.ArgumentError)
@@ -37,19 +36,16 @@ class FullConfig:
 
     Args:
         content: what the file says, with overrides applied. ``build`` must have accepted it.
-        executor: what ``build`` made of it.
     """
 
-    def __init__(self, content: dict[str, Any], executor: object) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         self._defaults: list[str] = []
         self._secrets: list[str] = []
         self._content = {"executor": self._node(content["executor"], "executor")}
-        self._computed = [*_computed(self._content["executor"], executor, "executor")]
 
     def text(self) -> str:
         """The configuration as YAML, with secrets masked."""
         head = "# The configuration as it will be used, with all defaults. This text can be run as it stands.\n"
-        head += _comment("Computed from the other settings", self._computed)
         head += _comment("Left out, because a file cannot say these defaults", self._defaults)
         hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
         head += _comment("Hidden: write each secret in its place, into a file that only you can read", hidden)
@@ -130,21 +126,6 @@ def _as_written(value: Any) -> Any:
     if type(value) not in _PLAIN:
         raise TypeError
     return value
-
-
-def _computed(node: dict[str, Any], built: Any, place: str) -> Iterator[str]:
-    """Where datatrove's and our objects have another plain value than their argument says: ``place: value``."""
-    for name, value in node.get("init_args", node).items():
-        actual: Any = vars(built).get(name, value)
-        actual = actual.value if isinstance(actual, Veil) else actual
-        several = isinstance(value, list) and isinstance(actual, list)
-        for index, (inner, made) in enumerate(zip(value, actual, strict=False) if several else [(value, actual)]):
-            if isinstance(inner, dict) and hasattr(made, "__dict__"):
-                yield from _computed(inner, made, f"{place}.{name}.{index}" if several else f"{place}.{name}")
-        if type(value) not in _PLAIN or type(actual) not in _PLAIN or actual == value or value == MASK:
-            continue
-        if _is_known(type(built)) and not is_secret("", actual):
-            yield f"{short(place)}.{name}: {dump(actual).partition(chr(10))[0]}"
 
 
 def _comment(title: str, lines: list[str]) -> str:

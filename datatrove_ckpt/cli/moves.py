@@ -259,17 +259,12 @@ def _costs(
     if not totals.documents:
         yield f"cost: not known, because no document is finished in {what}"
         return
-    old = run.settings.get(_ROLLOUTS)
-    wanted = old if new.identity is None else new.identity.fields.get(_ROLLOUTS)
-    more, each = 1.0, "takes what it took before"
-    if old and wanted and old != wanted:  # rollouts per document
-        more, each = wanted / old, f"rollout takes what it took before, {wanted} per document instead of {old}"
     done = totals.done
     sums = (done.requests, done.prompt_tokens, done.completion_tokens)
-    requests, prompt, completion = (round(number * more * total / totals.documents) for number in sums)
+    requests, prompt, completion = (round(number * total / totals.documents) for number in sums)
     yield (
-        f"cost: {how} {plural(total, 'document')}, if each {each}: {_amount(requests, prompt, completion, arguments)}, "
-        "less what is not paid again"
+        f"cost: {how} {plural(total, 'document')}, if each takes what it took before: "
+        f"{_amount(requests, prompt, completion, arguments)}, less what is not paid again"
     )
 
 
@@ -286,7 +281,6 @@ def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) 
     )
 
 
-_ROLLOUTS = "rollouts_per_document"
 _NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about another run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 

@@ -203,7 +203,11 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
     documents = before.documents if documents is None else documents
     forked = Forked(said, documents, fingerprints)
     files.disk.make_dir(folder)
-    with _caches_of(rank):
+    lock = rank.folder / LOCK
+    with ExitStack() as stack:
+        was_there = lock.exists()
+        if was_there or (rank.folder / CACHE).exists():  # a finished rank has none, and stays finished
+            stack.callback(files.Lock(lock).release, remove=not was_there)
         if keep_answers:
             _copy_cache(rank.folder, folder)
     committed = [range(commit.first_ordinal, commit.next_ordinal) for commit in rank.commits.values()]
@@ -222,24 +226,6 @@ def _fingerprints(rank: RankLedger) -> dict[int, str]:
 
 
 # answers -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _caches_of(rank: RankLedger) -> Iterator[None]:
-    """Nobody writes to the rank's request cache inside the block. A finished rank has none, and stays finished.
-
-    Raises:
-        CheckpointLocked: a process works on the rank.
-    """
-    if not (rank.folder / CACHE).exists() and not (rank.folder / LOCK).exists():
-        yield
-        return
-    there = (rank.folder / LOCK).exists()
-    lock = files.Lock(rank.folder / LOCK)
-    try:
-        yield
-    finally:
-        lock.release(remove=not there)
 
 
 def _copy_cache(source: Path, folder: Path) -> None:
@@ -284,19 +270,15 @@ def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums:
             before = bisect_right(starts, ordinal)
             sums.committed += bool(found) and before > 0 and ordinal in done[before - 1]
             for result in found:
-                _count(result, sums)
+                usage = orjson.loads(result).get("usage") or {}
+                sums.requests += 1
+                sums.prompt_tokens += usage.get("prompt_tokens") or 0
+                sums.completion_tokens += usage.get("completion_tokens") or 0
     finally:
         cache.close()  # moves SQLite's log into the database
     for aside in folder.glob(f"{CACHE}.damaged-*"):
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()  # the other run still has it
     files.disk.sync(path)
-
-
-def _count(result: bytes, sums: KeptAnswers) -> None:
-    usage = orjson.loads(result).get("usage") or {}
-    sums.requests += 1
-    sums.prompt_tokens += usage.get("prompt_tokens") or 0
-    sums.completion_tokens += usage.get("completion_tokens") or 0
 
 
 # the other run --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import socket
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -369,7 +370,9 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.state = "lost"
         rank.as_of = recent.last.at if recent.last is not None else None
         attempt.without_a_word = True
-        rank.trouble, rank.reason = "lost", _lost(attempt, now)
+        age = duration(max(0.0, now - attempt.last_seen))
+        said = f"attempt {attempt.number} ended without a word; its last line is {age} old: {_of(attempt)}"
+        rank.trouble, rank.reason = "lost", said
     else:
         _judge_ended(rank, attempt, now)
     for earlier in rank.attempts[:-1]:
@@ -454,13 +457,9 @@ def _stuck(recent: RecentHistory, now: float) -> str:
         since = f"its server {words[event.what]} since {duration(now - event.at)}"
         return f"{nothing}: {since if event.what != 'death' else f'its server died{why}'}"
     since_then = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
-    errors = ", ".join(f"{count} {name}" for name, count in _most(since_then) if count > 0)
+    errors = ", ".join(f"{count} {name}" for name, count in Counter(since_then).most_common(3) if count > 0)
     queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
     return f"{nothing}: {queue}" + (f"; errors since then: {errors}" if errors else "")
-
-
-def _most(errors: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(errors.items(), key=lambda item: -item[1])[:3]
 
 
 def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
@@ -474,11 +473,6 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
         rank.trouble, rank.reason = "interrupted", f"stopped{what} {ago}; what it did is saved"
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
-
-
-def _lost(attempt: AttemptSummary, now: float) -> str:
-    age = duration(max(0.0, now - attempt.last_seen))
-    return f"attempt {attempt.number} ended without a word; its last line is {age} old: {_of(attempt)}"
 
 
 def _process(rank: RankState) -> str:
@@ -509,7 +503,9 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     for rank in running:
         own = _speed(rank.rates)
         if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
-            rank.trouble, rank.reason = "slow", _slow(own[0], documents, len(peers), len(finished))
+            among = f" ({len(finished)} of them finished)" if finished else ""
+            said = f"{own[0]:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
+            rank.trouble, rank.reason = "slow", said
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
@@ -519,11 +515,6 @@ def find_left(ranks: Sequence[RankState]) -> None:
     for rank in ranks:
         if rank.state == "unfinished" and rank.trouble is None:
             rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
-
-
-def _slow(own: float, median: float, peers: int, finished: int) -> str:
-    among = f" ({finished} of them finished)" if finished else ""
-    return f"{own:.3g} documents/s; the median of {peers} ranks{among} is {median:.3g}"
 
 
 def _speed(rates: Rates) -> tuple[float, float]:

@@ -17,10 +17,8 @@ command goes on. One lock at a time, because there may be more ranks than a proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
@@ -121,28 +119,16 @@ def carry_out(plan: Relocation) -> None:
         _check_unchanged(rank)
     listed = report.hub.files() if report.hub is not None else {}
     for rank in plan.ranks:
-        with _locked(rank):
+        with ExitStack() as stack:
+            if not is_finished(rank.folder):  # a lock file that a kill leaves there would call it unfinished
+                stack.callback(files.Lock(rank.folder / LOCK).release)
             _check_unchanged(rank)
             _move(rank, plan.where, listed)
     if plan.job is not None:
-        _move_job(report.checkpoints / JOB, plan.job, plan.where)
-
-
-@contextmanager
-def _locked(rank: RankLedger) -> Iterator[None]:
-    """Holds the rank's lock. Not of a finished rank: a lock file that a kill leaves there would call it unfinished.
-
-    Raises:
-        CheckpointLocked: a process works on the rank.
-    """
-    if is_finished(rank.folder):
-        yield
-        return
-    lock = files.Lock(rank.folder / LOCK)
-    try:
-        yield
-    finally:
-        lock.release()
+        change = Change(FOLDER, plan.job.get(FOLDER), plan.where, "", "", None)
+        accepted = [*plan.job.get("accepted_changes", []), *records([change])]
+        moved = stamped({**plan.job, FOLDER: plan.where, "accepted_changes": accepted})
+        files.disk.replace(report.checkpoints / JOB, sealed_json(moved))
 
 
 def _check_unchanged(rank: RankLedger) -> None:
@@ -168,10 +154,3 @@ def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
     if file.hub_hash or listed is None:
         return file
     return replace(file, hub_hash=listed.hash)
-
-
-def _move_job(path: Path, content: Json, where: str) -> None:
-    change = Change(FOLDER, content.get(FOLDER), where, "", "", None)
-    accepted = [*content.get("accepted_changes", []), *records([change])]
-    moved = stamped({**content, FOLDER: where, "accepted_changes": accepted})
-    files.disk.replace(path, sealed_json(moved))

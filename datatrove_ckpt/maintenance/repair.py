@@ -233,8 +233,12 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
     others = []
     for problem in report.problems:
-        if problem.kind == "commits" and _plan_rebuild(plan, report, problem):
-            continue
+        if problem.kind == "commits":
+            damaged = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
+            if isinstance(found := plan_rebuild(damaged), Redo):
+                plan.redo.append(found)
+                continue
+            plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
         if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
             concerned[problem.root, problem.rank or 0].append(problem)
         else:
@@ -269,16 +273,6 @@ def recorded_folders(report: Report) -> set[str]:
     """The output folders that the ranks name; not those of ranks whose ``run.json`` is damaged."""
     known = (rank.run for rank in report.ranks if rank.run or rank.damage is None)
     return {str(run.get("output_folder") or report.output) for run in known}
-
-
-def _plan_rebuild(plan: Plan, report: Report, problem: Problem) -> bool:
-    rank = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
-    found = plan_rebuild(rank)
-    if isinstance(found, str):
-        plan.left.append(f"{rank.place}: its commits cannot be rebuilt: {found}")
-        return False
-    plan.redo.append(found)
-    return True
 
 
 def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:

@@ -293,7 +293,7 @@ def to_json(state: RunState) -> Json:
         "gone": state.gone,
         "foreign": state.foreign,
         "refusal": state.refusal,
-        "attention": [_trouble(rank) for rank in state.troubled],
+        "attention": [{name: getattr(rank, name) for name in _TROUBLE} for rank in state.troubled],
         "ranks": [_rank(rank) for rank in (*state.ranks, *state.retries)],
     }
 
@@ -346,18 +346,15 @@ def _sums(sums: Sums, work_is_at_least: bool) -> Json:
         "exact": sums.exact,
         "chunks": sums.chunks,
         "unfinished_chunks": sums.unfinished_chunks,
-        "work": _work(sums.work, sums.lost_in_flight, work_is_at_least),
+        "work": {name: getattr(sums.work, name) for name in _WORK}
+        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": work_is_at_least},
         "rates": _rates(sums.rates),
-        "time_left_seconds": _seconds(sums.time_left),
+        "time_left_seconds": None if sums.time_left is None else round(sums.time_left, 3),
         "as_of": _time(sums.as_of),
         "in_flight": sums.in_flight,
         "waiting": sums.waiting,
         "dead_letters": dict(sums.dead_letters.most_common()),
     }
-
-
-def _trouble(rank: RankState) -> Json:
-    return {"root": rank.root, "rank": rank.rank, "trouble": rank.trouble, "reason": rank.reason}
 
 
 _COUNTS = tuple(DocumentCounts.__dataclass_fields__)
@@ -367,11 +364,7 @@ def _counts(counts: DocumentCounts) -> Json:
     return {name: max(0, getattr(counts, name)) for name in _COUNTS}  # asdict takes ten times as long
 
 
-def _work(work: WorkCounts, lost_in_flight: int, is_at_least: bool) -> Json:
-    numbers = {name: getattr(work, name) for name in _WORK}
-    return {**numbers, "lost_in_flight": lost_in_flight, "errors": work.errors, "is_at_least": is_at_least}
-
-
+_TROUBLE = ("root", "rank", "trouble", "reason")
 _WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
 
 
@@ -408,10 +401,6 @@ def _attempt(attempt: AttemptSummary) -> Json:
         "without_a_word": attempt.without_a_word,
         "in_flight": attempt.in_flight,
     }
-
-
-def _seconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
 
 
 def _time(at: float | None) -> str | None:

@@ -24,14 +24,14 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from posixpath import dirname
-from typing import Any, cast
+from typing import Any
 
 import xxhash
 from datatrove.io import get_datafolder
@@ -205,25 +205,23 @@ def _check_settings(report: Report) -> None:
         if rank.settings and not is_unstarted(rank.run):
             roots[rank.root].append(rank)
     for ranks in roots.values():
-        _check_equal_settings(report, ranks)
-
-
-def _check_equal_settings(report: Report, ranks: list[RankLedger]) -> None:
-    variants: dict[bytes, list[RankLedger]] = defaultdict(list)
-    for rank in ranks:
-        variants[comparable("", rank.settings)].append(rank)
-    usual, *others = sorted(variants.values(), key=len, reverse=True)
-    for rank in (rank for variant in others for rank in variant):
-        known = defaultdict[str, set[bytes]](set)
-        for change in _accepted(rank, usual[0]):
-            name = str(change.get("field"))
-            known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-        changes = compare(usual[0].run, RunIdentity(rank.settings))
-        if all({comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes):
-            continue
-        differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
-        message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
-        report.add_problem("identity", message, rank, path=rank.folder / RUN)
+        variants: dict[bytes, list[RankLedger]] = defaultdict(list)
+        for rank in ranks:
+            variants[comparable("", rank.settings)].append(rank)
+        usual, *others = sorted(variants.values(), key=len, reverse=True)
+        for rank in (rank for variant in others for rank in variant):
+            known = defaultdict[str, set[bytes]](set)
+            for change in _accepted(rank, usual[0]):
+                name = str(change.get("field"))
+                known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
+            changes = compare(usual[0].run, RunIdentity(rank.settings))
+            if all(
+                {comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes
+            ):
+                continue
+            differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+            message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+            report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
 def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
@@ -256,41 +254,27 @@ def _check_ranks(report: Report) -> None:
 # Loaders take the columns of the first file of a folder, by name, and convert those of the others.
 
 
-@dataclass
-class _Found:
-    """The first file that does not fit the first file of all by a column, and how many more there are."""
-
-    chunk: CommittedChunk
-    path: str
-    first: str
-    why: Misfit
-    more: int = -1
-
-
 def check_columns(report: Report) -> None:
     """Adds a problem for each column by which files of one folder do not load together, or not as what they are."""
     broken = {problem.path for problem in report.problems}
     files = {file.path: chunk for chunk in report.chunks for file in chunk.files if file.path.endswith(".parquet")}
     firsts: dict[str, tuple[str, Schema]] = {}
-    found: dict[tuple[str, str], _Found] = {}
+    found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
     for path, chunk in sorted(files.items()):
         if path in broken or (schema := read_schema(report.folder, path)) is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
         for why in misfits(expected, schema):
-            one = found.setdefault((first, why.column), _Found(chunk, path, first, why))
-            one.more += 1
-    for one in found.values():
-        report.add_problem("columns", _message(one), one.chunk.rank, one.chunk.index, one.path)
-
-
-def _message(one: _Found) -> str:
-    more = f" So {plural(one.more, 'more file')}." if one.more else ""
-    return (
-        f"{one.path} does not load after {one.first}, or as text: column {one.why.column!r} is {one.why.later} there, "
-        f"and {one.why.first} in the first file, whose types loaders take.{more} Give the loader a schema, or start "
-        "over with one for ParquetWriter."
-    )
+            found[first, why.column].append((chunk, path, why))
+    for (first, column), misfitting in found.items():
+        chunk, path, why = misfitting[0]
+        more = f" So {plural(len(misfitting) - 1, 'more file')}." if len(misfitting) > 1 else ""
+        message = (
+            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} there, and {why.first} "
+            f"in the first file, whose types loaders take.{more} Give the loader a schema, or start over with one for "
+            "ParquetWriter."
+        )
+        report.add_problem("columns", message, chunk.rank, chunk.index, path)
 
 
 # findings -------------------------------------------------------------------------------------------------------------
@@ -419,7 +403,11 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     try:
         with file_system_call():
             if report.hub is not None:
-                found = _list_hub(report)
+                # A folder there exists with its first file, and may be listed as it was a moment ago.
+                found, uploads = FoundFiles({}), HubUploads(report.hub, StoppableCalls())
+                found.show(uploads.looked("cannot be listed", report.hub.files))
+                files = (file for chunk in report.chunks for file in chunk.files)
+                uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
                 there = bool(found.sizes)
             else:
                 folder.invalidate_cache()
@@ -447,21 +435,6 @@ def _list_advice(error: BaseException) -> str:
     if http_status(error) in (401, 403):
         return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
     return "Check the network and the server, and run the same command again."
-
-
-def _list_hub(report: Report) -> FoundFiles:
-    """As ``_list``. A folder on the hub exists with its first file, and may be listed as it was a moment ago.
-
-    Raises:
-        OutputFailed: it cannot be listed, or the hub has not answered for five minutes.
-    """
-    hub = cast(HubFolder, report.hub)
-    found = FoundFiles({})
-    uploads = HubUploads(hub, StoppableCalls())
-    found.show(uploads.looked("cannot be listed", hub.files))
-    files = (file for chunk in report.chunks for file in chunk.files)
-    uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
-    return found
 
 
 def _is_ours(report: Report, path: str) -> bool:
@@ -522,19 +495,13 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
 
 
 def _content_hash(report: Report, path: str) -> str:
+    if report.hub is None or report.hub.is_bucket:
+        with report.folder.open(path, "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     content = xxhash.xxh3_128()
-    for block in _blocks(report, path):
+    for block in report.hub.blocks(path, _BLOCK):
         content.update(block)
     return str(content.hexdigest())
-
-
-def _blocks(report: Report, path: str) -> Iterator[bytes]:
-    if report.hub is not None and not report.hub.is_bucket:
-        yield from report.hub.blocks(path, _BLOCK)
-        return
-    with report.folder.open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:

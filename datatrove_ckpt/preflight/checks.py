@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from datatrove.io import DataFolder
+from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
@@ -289,12 +289,13 @@ def _check_staging(probe: Path) -> Finding:
 # Remote folders ------------------------------------------------------------------------------------------------------
 
 
-def check_remote(folder: DataFolder, deletes: bool = False) -> Iterator[Finding]:
+def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Finding]:
     """Writes an object to a folder of any kind, asks for its size, and deletes it.
 
     Args:
         deletes: the run also deletes objects there.
     """
+    folder = get_datafolder(place)
     url = folder.resolve_paths("")
     if commits_each_write(folder):
         yield Finding("ok", "reachable", f"{url} is not tested: each write would be a commit in its history.")

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
-from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -127,7 +126,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
     for check in (_check_output, _check_writer, _check_space):
         yield from about(f"{place}output", check(look, runner))
     if remote is not None:
-        yield from about(f"{place}mirror", _check_mirror(remote))
+        yield from about(f"{place}mirror", check_remote(remote, deletes=True))
     if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
     if (hub := hub_folder_of(step.output_writer)) is not None:
@@ -238,10 +237,6 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         text += f", compressed output by 1/{smaller}"
     advice = "" if state == "ok" else " Free some space, or choose another output_folder."
     yield Finding(state, "space", f"{text}.{advice}")
-
-
-def _check_mirror(remote: str) -> Iterator[Finding]:
-    yield from check_remote(get_datafolder(remote), deletes=True)
 
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:

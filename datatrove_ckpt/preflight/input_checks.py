@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
-from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -137,35 +136,23 @@ def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
 
 
 def _read_some(reader: BaseDiskReader, names: list[str], file_sizes: list[int]) -> Sample:
-    sizes: list[int] = []
-    first = b""
-    deadline = time.monotonic() + _SAMPLE_SECONDS
+    found: list[bytes] = []
     refused: dict[int, NoDocument] = {}
-
-    def take(document: Document) -> bool:
-        nonlocal first
-        data = as_read(document).data
-        first = first or data
-        sizes.append(len(data))
-        return len(sizes) < _SAMPLE_DOCUMENTS and time.monotonic() <= deadline
-
-    is_all = _read_files(reader, len(names), take, refused)
+    is_all = _read_files(reader, len(names), found, refused)
     measured = sum(grown(name, size) for size, name in zip(file_sizes, names, strict=False))
     total = round(measured / max(1, len(file_sizes)) * len(names))
     compressed = any(name.endswith(COMPRESSED) for name in names)
-    mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return Sample(len(sizes), mean, is_all and bool(sizes), total, compressed, refused, first)
+    mean = sum(map(len, found)) / max(1, len(found))
+    return Sample(len(found), mean, is_all and bool(found), total, compressed, refused, found[0] if found else b"")
 
 
-def _read_files(
-    reader: BaseDiskReader, files: int, take: Callable[[Document], bool], refused: dict[int, NoDocument]
-) -> bool:
-    """Reads file after file until ``take`` is False. Returns whether all were read.
+def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused: dict[int, NoDocument]) -> bool:
+    """Adds the first documents, encoded, file after file. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
     that are refused for that are added to ``refused``.
     """
-    found, deadline = False, time.monotonic() + _SAMPLE_SECONDS
+    deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
         if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
             return False
@@ -173,8 +160,8 @@ def _read_files(
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
-                    found = True
-                    if not take(document):
+                    found.append(as_read(document).data)
+                    if len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline:
                         return False
         except NoDocument as error:
             refused[rank] = error
@@ -234,31 +221,25 @@ def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, 
     """
     text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
     bytes_read = [grown(name, size) for name, size in zip(names, sizes or [], strict=False)]
-    shares = _shares(bytes_read, tasks) if any(bytes_read) else []
+    shares = [sum(bytes_read[rank::tasks]) for rank in range(tasks)] if any(bytes_read) else []
     idle = shares.count(0) if shares else max(0, tasks - len(names))
     if idle:
         return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
     if tasks == 1 or sizes is None or not shares:
         return Finding("ok", "shares", f"{text}.")
-    share, longer = f"holds {_largest(shares)} of the bytes", _times_longer(shares, workers)
+    largest = max(shares)
+    percents, longer = 100 * largest / sum(shares), largest * workers / sum(shares)
+    share = f"holds {percents:{'.0f' if percents >= 10 else '.2g'}} % of the bytes"
     if longer < _LONGER:
         return Finding("ok", "shares", f"{text}; the largest task {share}.")
-    rank = shares.index(max(shares))
+    rank = shares.index(largest)
+    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
     text = (
         f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
-        f"as long as with equal tasks. {_split(names, sizes, rank, tasks)} Do it before the first start."
+        f"as long as with equal tasks. Split {name!r} ({byte_size(size)}) into files of about "
+        f"{byte_size(sum(sizes) / tasks)}. Do it before the first start."
     )
     return Finding("warning", "shares", text)
-
-
-def _shares(sizes: Sequence[int], tasks: int) -> list[int]:
-    """The bytes of each task."""
-    return [sum(sizes[rank::tasks]) for rank in range(tasks)]
-
-
-def _times_longer(shares: Sequence[int], workers: int) -> float:
-    """How many times longer the largest task takes than a run in which all workers are busy to the end."""
-    return max(shares) * workers / sum(shares)
 
 
 def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:
@@ -268,14 +249,3 @@ def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int
         return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
     said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
     return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
-
-
-def _split(names: Sequence[str], sizes: Sequence[int], rank: int, tasks: int) -> str:
-    """Advice for the largest file of a task."""
-    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
-    return f"Split {name!r} ({byte_size(size)}) into files of about {byte_size(sum(sizes) / tasks)}."
-
-
-def _largest(shares: Sequence[int]) -> str:
-    share = 100 * max(shares) / sum(shares)
-    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"

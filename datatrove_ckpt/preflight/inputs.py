@@ -9,7 +9,6 @@ not see that a file was replaced by one of the same size, so this is checked her
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from datatrove.pipeline.readers.base import BaseDiskReader
@@ -127,17 +126,6 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
-@dataclass
-class _Changes:
-    """What differs, and the ranks that it concerns."""
-
-    ranks: list[int] = field(default_factory=list)
-    added: set[str] = field(default_factory=set)
-    removed: set[str] = field(default_factory=set)
-    changed: dict[str, str] = field(default_factory=dict)
-    options: dict[str, str] = field(default_factory=dict)
-
-
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int], shares: Shares | None
 ) -> int:
@@ -151,15 +139,17 @@ def _check_reader(
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
         now = {file.name: file for file in sample_files(inputs, known)}
-    changes = _Changes()
-    changes.removed = {name for name in then if name not in now or now[name].size == MISSING}
-    differences = {name: _difference(then[name], now[name]) for name in then.keys() - changes.removed}
-    changes.changed = {name: text for name, text in differences.items() if text}
-    for rank in resuming & records.keys():
-        if any(changes.changed.get(file.name) == _OTHER_CONTENT for file in records[rank].files):
-            changes.ranks.append(rank)
+    removed = {name for name in then if name not in now or now[name].size == MISSING}
+    compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
+    changed = {name: text for name, text in compared.items() if text}
+    added, options = set[str](), dict[str, str]()
+    ranks = []  # those that something of it concerns
+    options_now, seed = options_of(reader), getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
+        read = {file.name for file in record.files}
         if rank in resuming:
+            if any(changed.get(name) == _OTHER_CONTENT for name in read):
+                ranks.append(rank)
             continue
         names: Sequence[str]
         if inputs is None:
@@ -167,14 +157,32 @@ def _check_reader(
         elif shares is None:
             names = inputs.of_rank(rank, tasks).names
         else:  # part of a file is compared as the whole of it, by the rank that has its end
-            read = {file.name for file in record.files}
             names = [part.name for part in shares.of(rank).parts if part.end is None or part.name in read]
-        seed = getattr(reader, "shuffle_seed", None)
-        _compare(rank, record, names if seed is None else shuffled_names(names, seed), options_of(reader), changes)
-    if changes.ranks:
-        changes.added -= then.keys()
-        raise CheckpointMismatch(_message(reader, changes, {*range(tasks)} <= records.keys() - resuming))
-    touched = sum(then[name].modified != now[name].modified for name in differences)
+        names = names if seed is None else shuffled_names(names, seed)
+        would_read = set(names[: len(record.files)] if record.limited else names)
+        added |= would_read - read
+        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
+        if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
+            ranks.append(rank)
+    if ranks:
+        all_finished = {*range(tasks)} <= records.keys() - resuming
+        lines = [
+            *_line("removed", map(repr, sorted(removed))),
+            *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
+            *_line(
+                "added" if all_finished else "added, or moved here from another rank",
+                map(repr, sorted(added - then.keys())),
+            ),
+            *(f"  {name}: {text}" for name, text in options.items()),
+        ]
+        raise CheckpointMismatch(
+            f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
+            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
+            + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, "
+            + f"or {_AS_ANOTHER_RUN}"
+        )
+    touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:
         logger.warning(
             f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "
@@ -194,34 +202,6 @@ def _difference(then: FileRecord, now: FileRecord) -> str:
     if then.size != now.size:
         return f"had {then.size} bytes, has {now.size}"
     return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
-
-
-def _compare(rank: int, record: ReaderRecord, names: Sequence[str], now: dict[str, object], changes: _Changes) -> None:
-    """Adds to ``changes`` what differs for one rank, which would read these files now."""
-    read = {file.name for file in record.files}
-    would_read = set(names[: len(record.files)] if record.limited else names)
-    changes.added |= would_read - read
-    other = {name: f"{value!r} -> {now[name]!r}" for name, value in record.options.items() if value != now[name]}
-    changes.options |= other
-    if other or would_read != read or not read.isdisjoint(changes.changed.keys() | changes.removed):
-        changes.ranks.append(rank)
-
-
-def _message(reader: BaseDiskReader, changes: _Changes, all_finished: bool) -> str:
-    added = "added" if all_finished else "added, or moved here from another rank"
-    changed = [f"{name!r} ({text})" for name, text in sorted(changes.changed.items())]
-    lines = [
-        *_line("removed", map(repr, sorted(changes.removed))),
-        *_line("changed", changed),
-        *_line(added, map(repr, sorted(changes.added))),
-        *(f"  {name}: {text}" for name, text in changes.options.items()),
-    ]
-    return (
-        f"The input in {reader.data_folder.path} is not what {_who(changes.ranks)} read:\n"
-        + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
-        + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, or "
-        + _AS_ANOTHER_RUN
-    )
 
 
 def _line(what: str, names: Iterable[str]) -> list[str]:

@@ -19,7 +19,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from itertools import pairwise
@@ -141,7 +140,7 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
             skipped = [rank for rank in skipped if rank not in missing]
         elif mirror and not dry_run:
             _restore(mirror, folder, missing, plan.tasks)
-        wrong = _Check(plan, runner, root, folder, skipped).run()
+        wrong = _find_wrong(plan, runner, root, folder, skipped)
     job = JobLedger.read(root, plan.tasks, ranks={})
     job.refuse_other_number()
     if not deals_out and not (mirror and dry_run):
@@ -185,81 +184,66 @@ def _restore(url: str, folder: Path, missing: list[int], tasks: int) -> None:
     job.check(job.newer(), job.older())
 
 
-@dataclass
-class _Check:
-    """The comparison for one step.
+def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]) -> dict[int, str]:
+    """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
-    Attributes:
+    Args:
         root: ``checkpoints_local_dir``, for messages.
         folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
         skipped: the ranks that have a marker.
     """
+    step, identity, ranks = runner.step, runner.identity, plan.local_ranks
 
-    plan: RunPlan
-    runner: RunnerPlan
-    root: Path
-    folder: Path
-    skipped: list[int]
-
-    def run(self) -> dict[int, str]:
-        """Returns what is wrong with markers that are to be removed, by rank."""
-        identity, ranks = self.runner.identity, self.plan.local_ranks
-        found = compare_job(self.folder, identity, None if len(ranks) == self.plan.tasks else ranks, self._counts)
-        if self.runner.step.checkpoints_remote_dir:
-            found.join(
-                compare_mirrored_job(self.runner.step.checkpoints_remote_dir, self.folder, identity, self._counts)
-            )
-        empty = [rank for rank in self.skipped if rank in found.empty]
-        self.skipped = [rank for rank in self.skipped if rank not in empty]
-        if found.changes:
-            self._refuse(found, len(ranks))
-        self._refuse_missing()
-        wrong = {rank: self._explain(rank, "did nothing yet, and its settings have changed") for rank in empty}
-        for rank in self.skipped:
-            if not is_finished(rank_folder(self.folder, rank)):
-                wrong[rank] = self._explain(rank, "is not finished")
-        return wrong
-
-    def _counts(self, change: Change) -> bool:
+    def counts(change: Change) -> bool:
         """A retry takes dead letters with any settings, but each rank takes its own."""
-        return not self.runner.step.retry_dead_letters or change.field == "tasks"
+        return not step.retry_dead_letters or change.field == "tasks"
 
-    def _refuse(self, found: JobChanges, tasks: int) -> None:
-        """Raises, unless the changes are accepted and there is a task that they can be applied to."""
-        kept = [rank for rank in found.ranks if rank in self.skipped]
-        finished = (
-            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
-        )
-        may_mix = not found.is_layout and len(self.skipped) < tasks
-        if self.runner.step.accept_changes and may_mix:
-            if finished:
-                logger.warning(finished)
-            return
-        way_out = way_back(found.changes, self.runner.identity, may_mix)
-        if len(self.skipped) == tasks:
-            way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
-            letters = [rank_folder(self.folder, rank) / DEAD_LETTERS for rank in self.skipped]
-            if any(path.exists() and path.stat().st_size for path in letters):
-                way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
-        elif finished:
-            way_out = f"{finished} {way_out}"
-        raise refusal(f"The checkpoints in {self.root} ({name_tasks(found.ranks)}) were", found.changes, way_out)
-
-    def _refuse_missing(self) -> None:
-        missing = [rank for rank in self.skipped if not (rank_folder(self.folder, rank) / RUN).exists()]
-        if missing:
-            markers = self.plan.logging_dir.resolve_paths("completions")
-            them = "it" if len(missing) == 1 else "them"
-            mirror = self.runner.step.checkpoints_remote_dir
-            holds = f"neither {self.root} nor {mirror} holds a" if mirror else f"{self.root} holds no"
-            raise CheckpointMismatch(
-                f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
-                "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
-                "back; if they are on another machine, run this command there. If the markers are of another job, "
-                "choose another logging_dir. To process these tasks from the start, delete their markers "
-                f"({markers}/{missing[0]:05d} ...) and output files."
-            )
-
-    def _explain(self, rank: int, why: str) -> str:
-        checkpoint, marker = rank_folder(self.root, rank), self.plan.marker(rank)
+    def explained(rank: int, why: str) -> str:
+        checkpoint, marker = rank_folder(root, rank), plan.marker(rank)
         return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
+
+    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, counts)
+    if step.checkpoints_remote_dir:
+        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, counts))
+    empty = [rank for rank in skipped if rank in found.empty]
+    kept = [rank for rank in skipped if rank not in found.empty]
+    if found.changes:
+        _refuse_changes(found, runner, root, folder, kept, len(ranks))
+    missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
+    if missing:
+        markers = plan.logging_dir.resolve_paths("completions")
+        them = "it" if len(missing) == 1 else "them"
+        mirror = step.checkpoints_remote_dir
+        holds = f"neither {root} nor {mirror} holds a" if mirror else f"{root} holds no"
+        raise CheckpointMismatch(
+            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
+            "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
+            "back; if they are on another machine, run this command there. If the markers are of another job, "
+            "choose another logging_dir. To process these tasks from the start, delete their markers "
+            f"({markers}/{missing[0]:05d} ...) and output files."
+        )
+    wrong = {rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty}
+    unfinished = [rank for rank in kept if not is_finished(rank_folder(folder, rank))]
+    return wrong | {rank: explained(rank, "is not finished") for rank in unfinished}
+
+
+def _refuse_changes(
+    found: JobChanges, runner: RunnerPlan, root: Path, folder: Path, skipped: list[int], tasks: int
+) -> None:
+    """Raises, unless the changes are accepted and there is a task that they can be applied to."""
+    kept = [rank for rank in found.ranks if rank in skipped]
+    finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
+    may_mix = not found.is_layout and len(skipped) < tasks
+    if runner.step.accept_changes and may_mix:
+        if finished:
+            logger.warning(finished)
+        return
+    way_out = way_back(found.changes, runner.identity, may_mix)
+    if len(skipped) == tasks:
+        way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+        letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
+        if any(path.exists() and path.stat().st_size for path in letters):
+            way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
+    elif finished:
+        way_out = f"{finished} {way_out}"
+    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, way_out)

@@ -64,10 +64,11 @@ class Findings:
         return {"ranks": [rank.to_json() for rank in self.ranks], "warnings": self.warnings}
 
 
+@dataclass
 class Migration:
     """What to take over, and how.
 
-    Args:
+    Attributes:
         executor: datatrove's or ours; it is not run.
         folder: ``checkpoints_local_dir`` of datatrove's run; it may be the executor's.
         logging_dir: of datatrove's run; None: the executor's.
@@ -78,24 +79,22 @@ class Migration:
         ConfigError: the pipeline has no runner that could go on with the run, or several.
     """
 
-    def __init__(
-        self,
-        executor: PipelineExecutor,
-        folder: Path,
-        logging_dir: str | None = None,
-        lacking_are_dropped: bool = False,
-        any_text: bool = False,
-        dry_run: bool = False,
-    ) -> None:
-        plan = RunPlan(executor)
-        self._runner, self._folder, self._dry_run = plan.only_runner("migrate"), folder, dry_run
-        self._logs = plan.logging_dir if logging_dir is None else get_datafolder(logging_dir)
-        self._lacking_are_dropped, self._any_text = lacking_are_dropped, any_text
+    executor: PipelineExecutor
+    folder: Path
+    logging_dir: str | None = None
+    lacking_are_dropped: bool = False
+    any_text: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        plan = RunPlan(self.executor)
+        self._runner = plan.only_runner("migrate")
+        self._logs = plan.logging_dir if self.logging_dir is None else get_datafolder(self.logging_dir)
         self._step = self._runner.step
         self._root = self._step.checkpoints_root.absolute()
         self._aside = self._root / FROM_DATATROVE
         # Then datatrove's folder becomes ours, and what an earlier call has moved aside belongs to it.
-        self._is_in_place = folder.resolve() == self._root.resolve()
+        self._is_in_place = self.folder.resolve() == self._root.resolve()
 
     def run(self) -> Findings:
         """Takes over the ranks of datatrove's run. What was done before is not done again.
@@ -105,9 +104,9 @@ class Migration:
             CheckpointMismatch, OutputMismatch: the settings are not those of datatrove's run.
             CheckpointLocked: datatrove's run is still on, or another process takes it over.
         """
-        with nullcontext() if self._dry_run else self._locked():
+        with nullcontext() if self.dry_run else self._locked():
             findings, found = self._find()
-            if not self._dry_run:
+            if not self.dry_run:
                 for rank in findings.ranks:
                     if rank.done:
                         self._move_output(rank)
@@ -134,7 +133,7 @@ class Migration:
         tasks, theirs = self._runner.tasks, self._theirs()
         if max(theirs) >= tasks:
             raise CheckpointMismatch(
-                f"tasks: {tasks}, but {self._folder} holds rank {max(theirs)}: datatrove's run had more. Set "
+                f"tasks: {tasks}, but {self.folder} holds rank {max(theirs)}: datatrove's run had more. Set "
                 "tasks to what that run had."
             )
         findings = Findings()
@@ -148,7 +147,7 @@ class Migration:
             if rank.done:
                 self._move_output(rank, dry_run=True)
             else:
-                claim, folder = None, None if self._dry_run else self._new(number)
+                claim, folder = None, None if self.dry_run else self._new(number)
                 if folder is not None:
                     files.disk.remove_tree(folder)  # what an interrupted call has left there
                     files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
@@ -161,7 +160,7 @@ class Migration:
             findings.ranks.append(rank)
         if stamps != [one.stamp() for one in new.values()]:  # reading may have taken hours
             raise CheckpointLocked(
-                f"{self._folder} has changed while it was read: datatrove's run is still on. Stop it first, "
+                f"{self.folder} has changed while it was read: datatrove's run is still on. Stop it first, "
                 "and run the same command again. Nothing was changed."
             )
         findings.warnings += self._check_still(new)
@@ -179,9 +178,9 @@ class Migration:
 
     def _theirs(self) -> dict[int, Theirs]:
         """The ranks of datatrove's run, in ascending order."""
-        if not self._folder.is_dir():
-            raise ConfigError(f"--from: {str(self._folder)!r} is not a folder.")
-        bases = [self._aside, self._folder] if self._is_in_place else [self._folder]
+        if not self.folder.is_dir():
+            raise ConfigError(f"--from: {str(self.folder)!r} is not a folder.")
+        bases = [self._aside, self.folder] if self._is_in_place else [self.folder]
         found: dict[int, Theirs] = {}
         for rank in sorted({rank for base in bases for rank in _ranks(base)}):
             folders = [rank_folder(base, rank) for base in bases]
@@ -191,12 +190,12 @@ class Migration:
                 next(filter(is_datatroves, lasts), lasts[0].with_name("none")),
                 self._outputs(rank),
                 self._step,
-                self._lacking_are_dropped,
-                self._any_text,
+                self.lacking_are_dropped,
+                self.any_text,
             )
         if not found:
             raise ConfigError(
-                f"--from: {str(self._folder)!r} holds no checkpoint of datatrove's own InferenceRunner "
+                f"--from: {str(self.folder)!r} holds no checkpoint of datatrove's own InferenceRunner "
                 "(last_chunk/00000.txt, 00000/chunk_00000.jsonl). Name the folder that was its checkpoints_local_dir."
             )
         return found

@@ -116,13 +116,13 @@ def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, 
     notes.setdefault(auto, []).append("auto" if now != "auto" else "auto, set now")
     if isinstance(now, int | float) and now > 0:
         notes.setdefault(float(now), []).append("set now")
-    rows = tuple(_row(interval, cost.median, mtbf, tuple(notes[interval])) for interval in sorted(notes))
-    optimum = young(cost.median, mtbf), daly(cost.median, mtbf)
+    save = cost.median
+    rows = tuple(
+        Row(at, save / at, at / 2 + save, at + save, efficiency(at, save, mtbf), tuple(notes[at]))
+        for at in sorted(notes)
+    )
+    optimum = young(save, mtbf), daly(save, mtbf)
     return Table(setting, cost, mtbf, *optimum, best, low, high, rows)
-
-
-def _row(interval: float, cost: float, mtbf: float, notes: tuple[str, ...]) -> Row:
-    return Row(interval, cost / interval, interval / 2 + cost, interval + cost, efficiency(interval, cost, mtbf), notes)
 
 
 def describe_table(table: Table) -> Iterator[str]:

@@ -284,10 +284,6 @@ class Share:
         order = scramble(count, salt) if self._files is None else _in_turns(pieces, self._files, count, salt)
         return OpenWindow(pieces, order, first, True)
 
-    @property
-    def windows(self) -> int:
-        return len(self._ends)
-
 
 class EpochOrder:
     """All canonical shares of an epoch, and where each position is in them."""
@@ -336,7 +332,7 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
     weights = table.weights(window)
     mean = max(1.0, float(weights[table.used].mean())) if len(table.used) else 1.0
     opened = min(window.limit / mean, len(table.used))
-    count = _largest_count(opened / OPEN_BLOCKS)
+    count = max((count for count in _SHARE_COUNTS if count <= opened / OPEN_BLOCKS), default=1)
     pieces = _whole(table, shuffled_blocks(table, table.used, salt))
     cuts, ends = [table.total * number // count for number in range(count + 1)], np.cumsum(pieces.rows)
     parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
@@ -441,10 +437,6 @@ def _hashes(numbers: Numbers, salt: int) -> npt.NDArray[np.uint64]:
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
-
-
-def _largest_count(most: float) -> int:
-    return max([count for count in _SHARE_COUNTS if count <= most], default=1)
 
 
 def _whole(table: BlockTable, blocks: Numbers) -> Pieces:

@@ -155,8 +155,8 @@ class StatefulWrapper(_Iterable):
         # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
         state, self._next_state = self._next_state, None
         epoch, worker = self._shared.epoch, this_worker()
-        if state is not None and self._is_older(state, epoch):
-            state = None
+        if state is not None and state["finished"] and epoch > state["epoch"]:
+            state = None  # of the end of an epoch before
         if state is not None:
             self._check_place(state, epoch, worker)
             epoch = int(state["epoch"])
@@ -214,10 +214,6 @@ class StatefulWrapper(_Iterable):
                 )
         self._next_state = state_dict
         self._iterations.forget()
-
-    def _is_older(self, state: State, epoch: int) -> bool:
-        """Whether the state is the end of an epoch before the one that was set."""
-        return bool(state["finished"]) and epoch > state["epoch"]
 
     def _comes_again(self, state: State | None, epoch: int, worker: tuple[int, int]) -> CheckpointMismatch | None:
         """The error, if an epoch that was at its end would be given once more. See ``ReaderDataset``."""

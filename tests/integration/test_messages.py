@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.cli import execution
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -39,11 +38,6 @@ def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> Non
     message = refused(job, command)
     assert f"No space left on device: logging_dir {job / 'logs'}" in message
     assert "Free some space and run the same command again" in message
-
-
-def test_of_several_folders_the_full_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_is_full", lambda folder: folder.name == "b")
-    assert execution._which({"logging_dir": tmp_path / "a", "TMPDIR": tmp_path / "b"}) == f"TMPDIR {tmp_path / 'b'}"
 
 
 def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
@@ -35,11 +34,12 @@ from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.resharding import Staging
-from datatrove_ckpt.checkpoint.shares import Part, Place, Share
+from datatrove_ckpt.checkpoint.shares import Part, Place, Share, Shares, names_hash, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.readers.inputs import between
+from datatrove_ckpt.preflight.run_plan import RunnerPlan
+from datatrove_ckpt.readers.inputs import between, list_input, shuffled_names
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Reading, position_of
 
 
@@ -105,20 +105,30 @@ class Scanner:
 
     Attributes:
         root: ``checkpoints_local_dir``.
-        steps: those before the runner; the first one is the reader.
-        tasks: number of tasks up to now.
-        share_of: what a rank reads up to now.
-        sizes: of the input's files, in bytes.
+        runner: as it was up to now. The first step before it is the reader.
         finished: ranks that are.
+        shares: how the input was dealt out up to now; round 0: as datatrove does.
+        inputs: the files of the whole input; ``index`` has their numbers.
     """
 
     root: Path
-    steps: Sequence[PipelineStep]
-    tasks: int
-    records_per_chunk: int
-    share_of: Callable[[int], Share]
-    sizes: Mapping[str, int]
+    runner: RunnerPlan
     finished: Collection[int]
+
+    def __post_init__(self) -> None:
+        self.reader: Any = self.runner.before[0]
+        self.inputs = list_input(self.reader)
+        self.index = {name: index for index, name in enumerate(self.inputs.names)}
+        self.shares = read_shares(self.root) or Shares(0, self.runner.tasks, names_hash(self.inputs.names), {})
+
+    def share_of(self, rank: int) -> Share:
+        """What a rank reads up to now."""
+        if self.shares.round:
+            return self.shares.of(rank)
+        tasks, seed = self.runner.tasks, self.reader.shuffle_seed
+        names = list(self.inputs.names[rank::tasks]) if rank < tasks else []
+        parts = [Part(name) for name in (names if seed is None else shuffled_names(names, seed))]
+        return Share(0, self.shares.input, parts)
 
     def look(self, rank: int) -> RankInput:
         """Completes what a crash has left in the rank's folder, and reads what it has touched.
@@ -148,7 +158,7 @@ class Scanner:
         try:
             log = CommitLog(found.folder / COMMITS)
             files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
-            found.point = recover(found.folder, log, cache, self.records_per_chunk)
+            found.point = recover(found.folder, log, cache, self.runner.step.records_per_chunk)
         finally:
             cache.close()
 
@@ -197,21 +207,22 @@ class Scanner:
 
     def sized(self, parts: Sequence[Part]) -> list[Part]:
         """The parts, with the size of those that are whole files."""
-        return [part._replace(bytes=self.sizes[part.name]) if not part.bytes else part for part in parts]
+        return [part if part.bytes else part._replace(bytes=self.inputs.size(self.index[part.name])) for part in parts]
 
     @cached_property
     def _listed(self) -> list[str]:
         """Once for all ranks: there may be a thousand, on an object store."""
-        return self.steps[0]._list_files(0, 1) or []
+        listed: list[str] = self.reader._list_files(0, 1) or []
+        return listed
 
     def _documents(self, rank: int) -> Iterator[Document]:
-        steps = copy.deepcopy(list(self.steps))
+        steps: list[Any] = copy.deepcopy(list(self.runner.before))
         if not steps[0].paths_file:
             listed = self._listed
             steps[0]._list_files = lambda rank, world_size: listed[rank::world_size] or None
         documents: Any = None
         for step in steps:
-            documents = step(documents, rank, self.tasks)
+            documents = step(documents, rank, self.runner.tasks)
         return iter(documents)
 
     def _next(self, documents: Iterator[Document], found: RankInput, ordinal: int, known: str | None) -> Document:

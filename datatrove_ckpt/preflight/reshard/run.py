@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
 from datatrove_ckpt.checkpoint.sealed import sealed_shard
-from datatrove_ckpt.checkpoint.shares import Part, Share, Shares, names_hash, read_shares
+from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.run_identity import code_of
@@ -45,7 +45,7 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.readers.inputs import Inputs, divide, joined, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.inputs import divide, joined, options_of, sample_files
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.steps import describe_pipeline
 from datatrove_ckpt.runner import InferenceRunner
@@ -193,26 +193,16 @@ class _Reshard:
     """One change of the number of tasks. The ranks' locks are held."""
 
     def __init__(self, plan: RunPlan, runner: RunnerPlan, root: Path, tasks: int, finished: Collection[int]) -> None:
-        self._plan = plan
-        self._reader = runner.before[0]
-        self._runner = runner.step
-        self._root = root
-        self._tasks = tasks
-        self._shares = read_shares(root)
-        self._inputs: Inputs = list_input(self._reader)
-        self._index = {name: index for index, name in enumerate(self._inputs.names)}
-        self._input = names_hash(self._inputs.names)
-        self._round = self._shares.round if self._shares is not None else 0
-        sizes = {name: self._inputs.size(index) for name, index in self._index.items()}
-        chunk = runner.step.records_per_chunk
-        self._scanner = Scanner(root, runner.before, plan.tasks, chunk, self._share_of, sizes, finished)
+        self._plan, self._runner, self._root, self._tasks = plan, runner.step, root, tasks
+        self._scanner = scanner = Scanner(root, runner, finished)
+        self._reader, self._inputs, self._index = scanner.reader, scanner.inputs, scanner.index
+        self._round = scanner.shares.round + 1
         self._before = plan.tasks
         self._report = Resharded(plan.tasks, tasks)
 
     def run(self, locks: RankLocks, dry_run: bool) -> Resharded:
         with log_disabled("datatrove_ckpt.readers"):
-            dealt = self._shares.ranks if self._shares is not None else {}
-            numbers = sorted({*range(self._before), *rank_numbers(self._root), *dealt})
+            numbers = sorted({*range(self._before), *rank_numbers(self._root), *self._scanner.shares.ranks})
             ranks = {rank: self._scanner.look(rank) for rank in numbers}
         come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
         if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
@@ -233,15 +223,8 @@ class _Reshard:
         _carry_out(self._plan, self._runner, plan)
         return self._report
 
-    def _share_of(self, rank: int) -> Share:
-        if self._shares is not None:
-            return self._shares.of(rank)
-        names = list(self._inputs.names[rank :: self._before]) if rank < self._before else []
-        seed = self._reader.shuffle_seed
-        return Share(0, self._input, [Part(name) for name in (names if seed is None else shuffled_names(names, seed))])
-
     def _stage(self, ranks: dict[int, RankInput], staging: Staging) -> ReshardPlan:
-        plan, report = ReshardPlan(self._before, self._tasks, self._round + 1), self._report
+        plan, report = ReshardPlan(self._before, self._tasks, self._round), self._report
         own = {task: ranks.get(task) or self._scanner.look(task) for task in range(self._tasks)}
         report.left = [each.load + sum(part.bytes for part in each.rest) for _, each in sorted(ranks.items())]
         moved = self._move(ranks, own, plan, staging)
@@ -265,7 +248,7 @@ class _Reshard:
             if each.is_done and not mine:
                 plan.done.append(task)
         known = {rank: [self._known(part) for part in mine] for rank, mine in sorted(shares.items())}
-        data = Shares(self._round + 1, self._tasks, self._input, known).to_bytes()
+        data = Shares(self._round, self._tasks, names_hash(self._inputs.names), known).to_bytes()
         Shares.from_bytes(data, self._root / SHARES)  # whatever is wrong with it, nothing has changed yet
         staging.write(SHARES, data)
         for each in ranks.values():
@@ -313,7 +296,7 @@ class _Reshard:
         """Stages the record by which the input of a finished rank is compared. A file belongs to who has its end."""
         files = [self._index[part.name] for part in parts if part.end is None]
         read = ReaderRecord(options_of(self._reader), sample_files(self._inputs, files))
-        record = ShardRecord([read], pipeline=describe_pipeline(self._scanner.steps, code_of)).to_json()
+        record = ShardRecord([read], pipeline=describe_pipeline(self._scanner.runner.before, code_of)).to_json()
         name = f"{rank.folder.name}/{SHARD}"
         staging.write(name, sealed_shard({**record, "documents": rank.point.next_ordinal + len(rank.committed)}))
         plan.moved.append(name)

@@ -99,7 +99,7 @@ def build(content: dict[str, Any]) -> Any:
             )
     executor = _build(content["executor"], "executor", [PipelineExecutor])
     for name, default in _NUMBERS.items():
-        number = (content["executor"].get("init_args") or {}).get(name, 1)
+        number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
             allowed = f"at least 1, or -1 for {default}" if default else "at least 1"
             raise ConfigError(f"executor {type(executor).__name__}: {name}: must be {allowed}; it is {number}.")

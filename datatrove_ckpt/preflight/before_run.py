@@ -20,9 +20,9 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import (
     check_access,
-    hub_folder_of,
     is_missing_repository,
     private_if_made,
     repository_is_gone,
@@ -167,7 +167,7 @@ def _check_hub(plan: RunPlan) -> None:
     """
     for runner in plan.runners:
         writer = runner.step.output_writer
-        if (hub := hub_folder_of(writer)) is None:
+        if (hub := HubFolder.of(writer.output_folder)) is None:
             continue
         if runner.step.retry_dead_letters or plan.incomplete():
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
@@ -274,7 +274,7 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := hub_folder_of(check.writer)) is None:
+    if (hub := HubFolder.of(check.writer.output_folder)) is None:
         try:
             return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
         except OSError as error:

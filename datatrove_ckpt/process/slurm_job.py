@@ -25,7 +25,8 @@ from typing import Any
 
 from loguru import logger
 
-_SLURM_TIMEOUT = 10.0  # seconds
+_SCONTROL_TIMEOUT = 10.0  # seconds
+_SQUEUE_TIMEOUT = 15.0  # seconds
 
 _first_asked: dict[float, float] = {}
 """By the end of the job: when a rank of this process asked for it first. Both in seconds since the epoch."""
@@ -61,20 +62,21 @@ def requeue_if_preempted() -> None:
     if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
         return
     try:
-        record = _output("scontrol", "--oneliner", "show", "job", job)
+        record = _scontrol("--oneliner", "show", "job", job)
         fields = dict(word.split("=", 1) for word in record.split() if "=" in word)
         if fields.get("JobState") in ("RUNNING", "SIGNALING") and fields.get("PreemptTime", "None") != "None":
-            _output("scontrol", "requeue", job)
+            _scontrol("requeue", job)
             logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(f"Job {job} could not be requeued: {error}. Submit the incomplete tasks again.")
 
 
-def _output(*command: str) -> str:
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=False, env=environment)
+def _scontrol(*arguments: str) -> str:
+    done = subprocess.run(
+        ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
+    )
     if done.returncode:
-        raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -150,7 +152,24 @@ async def slurm_deadline() -> float | None:
     if job is None or shutil.which("squeue") is None:  # SLURM_JOB_END_TIME needs Slurm 23.02
         return None
     try:
-        answer = await asyncio.to_thread(_output, "squeue", "--noheader", "--jobs", job, "--format=%e")
+        answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")
         return datetime.fromisoformat(answer.strip()).timestamp()
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, TimeoutError, ValueError):
         return None
+
+
+async def _output(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+    )
+    try:
+        async with asyncio.timeout(_SQUEUE_TIMEOUT):
+            return (await process.communicate())[0].decode()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

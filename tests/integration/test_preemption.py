@@ -493,5 +493,5 @@ def test_a_slurm_that_does_not_know_is_no_deadline(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm_job, "_SLURM_TIMEOUT", 0.5)
+    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
     assert asyncio.run(slurm_job.slurm_deadline()) is None

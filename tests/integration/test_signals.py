@@ -273,7 +273,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.process import slurm_job
 from my_rollouts import ask
 
-slurm_job._SLURM_TIMEOUT = 600.0  # it answers once all is asked
+slurm_job._SQUEUE_TIMEOUT = 600.0  # it answers once all is asked
 
 runner = InferenceRunner(
     ask,

@@ -59,11 +59,11 @@ class Forked:
         try:
             fingerprints = {int(ordinal): text for ordinal, text in found["fingerprints"].items()}
             forked = cls(found["from"], found["documents"], fingerprints)
+            texts = (forked.source, *fingerprints.values())
+            if not all(isinstance(text, str) for text in texts) or not is_count(forked.documents or 0):
+                raise TypeError
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError("what it says of the run that it was forked from is damaged") from None
-        texts = (forked.source, *fingerprints.values())
-        if not all(isinstance(text, str) for text in texts) or not is_count(forked.documents or 0):
-            raise ValueError("what it says of the run that it was forked from is damaged")
         return forked
 
 

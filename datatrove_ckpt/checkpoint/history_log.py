@@ -43,8 +43,8 @@ _READ_BYTES = 4 * MAX_BYTES
 _HOUR = 3600.0
 # Of progress lines older than this, one is kept for so many seconds.
 _STEPS = ((48 * _HOUR, 900.0), (6 * _HOUR, 300.0), (0.0, 0.0))
-# If that is not enough, steps are made longer, up to this factor.
-_LONGEST = 2**10
+# If that is not enough, steps are made longer by these factors.
+_FACTORS = [2**power for power in range(11)]
 
 
 class HistoryLog:
@@ -126,14 +126,13 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
     found = [(line, record) for line in lines if (record := parse_line(line)) is not None]
     fixed = _fixed([record for _, record in found])
     newest = max((record.at for _, record in found), default=0.0)
-    factor = 1
-    while True:
+    for factor in _FACTORS:
         kept = list(_less_often(found, fixed, newest, factor))
         if sum(map(len, kept)) <= most:
-            return kept
-        if factor >= _LONGEST:
-            return _newest(kept, most)
-        factor *= 2
+            break
+    while sum(map(len, kept)) > most:  # the events alone are too many
+        kept = kept[(len(kept) + 1) // 2 :]
+    return kept
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
@@ -164,14 +163,6 @@ def _less_often(found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: 
             before = here
 
 
-def _newest(lines: Sequence[bytes], most: int) -> list[bytes]:
-    size, start = 0, len(lines)
-    while start and size + len(lines[start - 1]) <= most:
-        start -= 1
-        size += len(lines[start])
-    return list(lines[start:])
-
-
 # recent history -------------------------------------------------------------------------------------------------------
 
 # What ``status`` needs of a rank's history: every event, and of the minute lines only the few that matter now.
@@ -184,8 +175,7 @@ RATE_SECONDS = 300.0
 STUCK_SECONDS = 600.0
 """A rank in which nothing is finished for so long is stuck."""
 _MAX_BYTES = 1 << 19
-_PROGRESS, *_EVENTS_LIST = (b'"k":"%s"' % kind.KIND.encode() for kind in (Progress, Start, End, ServerEvent))
-_EVENTS = tuple(_EVENTS_LIST)
+_EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
 _HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
 
 
@@ -311,7 +301,7 @@ def _summarise(lines: list[bytes]) -> RecentHistory:
     found, attempts = RecentHistory(), dict[int, AttemptSummary]()
     newest, minute = 0, b""
     for line in lines:
-        if line.startswith(_PROGRESS, BODY_AT):
+        if is_progress_line(line):
             minute = line
             continue
         if not line.startswith(_EVENTS, BODY_AT) or (record := parse_line(line)) is None:

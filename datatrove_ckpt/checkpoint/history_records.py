@@ -124,18 +124,16 @@ _WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.name !
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line."""
+    """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
+
+    Each kind's ``read`` raises KeyError, TypeError or ValueError if the JSON object is none of it.
+    """
 
     KIND: ClassVar[str]
     at: float = 0.0
     attempt: int = 0
 
     def to_json(self) -> Json:
-        raise NotImplementedError
-
-    @classmethod
-    def read(cls, data: Json) -> _Record:
-        """Raises KeyError, TypeError or ValueError if it is none."""
         raise NotImplementedError
 
     def to_line(self) -> bytes:

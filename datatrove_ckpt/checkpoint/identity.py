@@ -263,20 +263,17 @@ def check_run(content: object) -> Json:
     """
     if not isinstance(content, dict) or not is_count(content.get("format")):
         raise ValueError("it is no JSON object with a format")
-    owner = content.get("owner", {})
+    owner, accepted = content.get("owner", {}), content.get("accepted_changes", [])
     earlier = owner.get("earlier", {}) if isinstance(owner, dict) else None
-    if not isinstance(earlier, dict) or not all(number is None or is_count(number) for number in earlier.values()):
+    if not isinstance(earlier, dict) or not isinstance(owner.get("nonce", ""), str):
         raise ValueError("its owner is damaged")
-    if not all(is_count(owner.get(name, 0)) for name in ("fence", "commits")):
-        raise ValueError("its owner's numbers are damaged")
-    if not isinstance(owner.get("nonce", ""), str):
-        raise ValueError("its owner's nonce is damaged")
-    if not all(is_count(content.get(name) or 0) for name in ("tasks", "records_per_chunk", RESHARDS)):
-        raise ValueError("its tasks, records_per_chunk or reshards are no numbers")
+    numbers = [owner.get("fence", 0), owner.get("commits", 0), *(upto for upto in earlier.values() if upto is not None)]
+    numbers += [content.get(name) or 0 for name in ("tasks", "records_per_chunk", RESHARDS)]
+    if not all(map(is_count, numbers)):
+        raise ValueError("a number in it is none")
     if (content.get("tasks") or 0) > _MAX_TASKS:
         raise ValueError(f"it names {content['tasks']} tasks")
     Forked.of(content)
-    accepted = content.get("accepted_changes", [])
     if not isinstance(accepted, list) or not all(isinstance(change, dict) for change in accepted):
         raise ValueError("its accepted_changes is no list of changes")
     return content

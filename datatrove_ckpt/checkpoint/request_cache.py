@@ -321,9 +321,6 @@ def _request(row: Row) -> CachedRequest:
 # The file may come from anywhere, for example with a copied folder. So SQLite runs nothing that a schema names
 # (``trusted_schema=OFF``), loads no extension, and a database with a trigger or a view is refused.
 
-KEPT = 3
-"""How many damaged caches are kept beside the current one."""
-
 _TABLE = "request_cache"
 _OBJECTS = {
     ("table", _TABLE),
@@ -363,7 +360,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
     # A damaged row may hold any bytes. Its checksum shows that, an exception would end the run.
-    connection.text_factory = _text
+    connection.text_factory = lambda data: data.decode(errors="replace")
     try:
         connection.execute("PRAGMA trusted_schema=OFF")
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -379,10 +376,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
 def _check_schema(connection: sqlite3.Connection) -> list[str]:
     """Returns the table's columns; none if a kill came before it was made."""
     found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
@@ -393,23 +386,13 @@ def _check_schema(connection: sqlite3.Connection) -> list[str]:
 
 
 def _rename_aside(path: Path) -> Path:
-    """Renames the database and its logs, and removes the oldest ones of those that were renamed before.
-
-    Returns:
-        The database's new path.
-    """
+    """Renames the database and its logs. Returns the database's new path."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = path.with_name(f"{path.name}.damaged-{when}")
     for suffix in ("", *CACHE_LOGS):
         source = path.with_name(path.name + suffix)
         if source.exists():
             files.disk.rename(source, aside.with_name(aside.name + suffix))
-    kept: dict[str, list[Path]] = {}
-    for found in sorted(path.parent.glob(f"{path.name}.damaged-*")):
-        kept.setdefault(found.name.partition("Z")[0], []).append(found)
-    for old in list(kept.values())[:-KEPT]:
-        for found in old:
-            files.disk.remove(found)
     files.disk.sync_dir(path.parent)
     return aside
 

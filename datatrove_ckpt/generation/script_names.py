@@ -28,7 +28,7 @@ import io
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from loguru import logger
 
 from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
-from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
+from datatrove_ckpt.redaction import environment_secrets, is_surely_secret
 
 _collecting = threading.local()
 
@@ -139,19 +139,19 @@ def _stays(name: str, value: object) -> str:
     if isinstance(value, types.ModuleType):
         return ""
     try:
-        places = secrets_in(name, value)
+        found = secrets_in(name, value)
     except Exception as error:  # whatever the value's own __reduce__ raises
         return f"it cannot be pickled ({type(error).__name__}: {error})"
-    if not places:
+    if not found:
         return ""
-    return "it looks like a secret" if places == [name] else f"it holds what looks like a secret ({', '.join(places)})"
+    return "it looks like a secret" if found == [name] else f"it holds what looks like a secret ({', '.join(found)})"
 
 
 # secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
 def secrets_in(name: str, value: object) -> list[str]:
-    """The places of secrets in what a pickle of this value holds by value, as words for a message.
+    """What is a secret in what a pickle of this value holds by value: names of attributes, keys and arguments.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -160,86 +160,61 @@ def secrets_in(name: str, value: object) -> list[str]:
         return [name]
     import dill  # type: ignore[import-untyped]
 
-    look = _Look(name)
+    look = _Look()
     pickled = io.BytesIO()
     pickler = dill.Pickler(pickled)
     pickler.persistent_id = look  # called with each object that is written
     pickler.dump(value)
+    if found := look.names():
+        return list(dict.fromkeys(found))
+    if look.has_key:
+        return [f"a text in {name}"]
     variables = environment_secrets(is_surely_secret).items()
     data = pickled.getvalue()
-    found = [variable for variable, value in variables if value.encode() in data]
-    return [*dict.fromkeys(look.places())] or [f"the value of the environment variable {one}" for one in found]
+    return [f"the value of the environment variable {name}" for name, value in variables if value.encode() in data]
 
 
 class _Look:
-    """Sees each object that a pickle writes."""
+    """Sees each object that a pickle writes. ``has_key``: a text has the form of a key."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
+        self.has_key = False
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
-        self._owners: dict[int, str] = {}
-        self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
         self._codes: set[int] = set()
-        self._places: list[str] = []
-        self._unnamed = False
+        self._names: list[str] = []
 
     def __call__(self, thing: object) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
         if isinstance(thing, str | bytes | bytearray):
-            self._unnamed |= is_surely_secret("", thing)
+            self.has_key |= is_surely_secret("", thing)
         elif isinstance(thing, dict):
-            owner = self._owners.get(id(thing), self._name)
-            if owner and not _is_of_module(thing):
-                self._look_at(owner, thing)
+            if not _is_of_module(thing):
+                self._look_at(thing.items())
         elif isinstance(thing, types.FunctionType):
             self._functions.append(thing)
         elif isinstance(thing, types.CodeType):
             self._codes.add(id(thing))
-        elif isinstance(thing, type):
-            self._classes.append(thing)
         elif isinstance(thing, CodeIdentity):  # hashes, under the names of what they stand for
-            self._owners |= dict.fromkeys(map(id, thing.made or ()), "")
-        else:
-            self._of_object(thing)
-
-    def places(self) -> Iterator[str]:
-        """Where the secrets are. One that only its form shows has a place if no other is found."""
-        found = list(self._places)
-        for function in self._functions:
-            if id(function.__code__) in self._codes:  # else its name alone is written
-                found += [
-                    f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
-                ]
-        yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
-
-    def _of_object(self, thing: object) -> None:
-        if isinstance(thing, Veil):
-            self._owners[id(thing.value)] = thing.name
-        if isinstance(own := getattr(thing, "__dict__", None), dict):
-            self._owners[id(own)] = type(thing).__qualname__
-        if isinstance(thing, tuple) and isinstance(fields := getattr(thing, "_fields", None), tuple):
-            self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
-        if isinstance(thing, functools.partial):
+            self._objects |= {id(made): made for made in thing.made or ()}
+        elif isinstance(thing, functools.partial):
             code = getattr(thing.func, "__code__", None)
             names = code.co_varnames if isinstance(code, types.CodeType) else ()
-            self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
+            self._look_at([*zip(names, thing.args, strict=False), *thing.keywords.items()])
+        elif isinstance(thing, tuple) and isinstance(fields := getattr(thing, "_fields", None), tuple):
+            self._look_at(zip(fields, thing, strict=False))
 
-    def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:
-        for name, value in values.items():
-            if not isinstance(name, str):
-                continue
-            # Of a class, dill writes a copy of its dict.
-            classes = (cls.__qualname__ for cls in self._classes if vars(cls).get(name) is value)
-            place = f"{next(classes, owner)}.{name}"
-            inside = [
-                part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, dict)
-            ]
-            self._owners = dict.fromkeys(map(id, inside), place) | self._owners  # they come later
-            if _holds(name, value):
-                self._places.append(place)
+    def names(self) -> list[str]:
+        """Under which secrets are written."""
+        for function in self._functions:
+            if id(function.__code__) in self._codes:  # else its name alone is written
+                self._look_at(_variables(function))
+        return self._names
+
+    def _look_at(self, values: Iterable[tuple[object, object]]) -> None:
+        self._names += [name for name, value in values if isinstance(name, str) and _holds(name, value)]
 
 
 def _holds(name: str, value: object) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Iterator
 from datetime import time
 from itertools import chain
 from typing import Any, TypeAlias
@@ -32,11 +31,11 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class NotUnited(Exception):
-    """Two types of one column. ``column``: a path as in ``metadata.scores[]``; ``where``: the old type is, if known."""
+    """Two types of one column. ``column``: a path as in ``metadata.scores[]``."""
 
-    def __init__(self, column: str, old: object, new: object, where: str = "") -> None:
-        super().__init__(column, old, new, where)
-        self.column, self.old, self.new, self.where = column, old, new, where
+    def __init__(self, column: str, old: object, new: object) -> None:
+        super().__init__(column, old, new)
+        self.column, self.old, self.new = column, old, new
 
     def __str__(self) -> str:
         return f"column {self.column!r} has values of the types {self.old} and {self.new}"
@@ -148,20 +147,6 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowTypeError:  # decimals with too many digits
         return None
-
-
-def paths(kind: DataType, column: str) -> Iterator[str]:
-    """The paths at which a value of this type has values, with the column's own."""
-    import pyarrow as pa
-
-    if pa.types.is_null(kind):
-        return
-    yield column
-    if pa.types.is_struct(kind):
-        for field in kind:
-            yield from paths(field.type, f"{column}.{field.name}")
-    if pa.types.is_list(kind):
-        yield from paths(kind.value_type, f"{column}[]")
 
 
 # Whether values fit the schema that a writer has been given, unchanged.

@@ -39,7 +39,8 @@ from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankComm
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
-from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames, plain
@@ -109,7 +110,7 @@ class ChunkOutput:
 
     def _check_access(self) -> None:
         """Once, and before the folder is listed: a listing does not tell what is missing."""
-        if not self._asked and (hub := hub_folder_of(self._writer)) is not None:
+        if not self._asked and (hub := HubFolder.of(self._writer.output_folder)) is not None:
             committed = partial(committed_files, self._writer, self.checkpoints)
             check_access(hub, private_if_made(self._writer), self._calls, committed=committed)
         self._asked = True
@@ -134,7 +135,7 @@ class ChunkOutput:
         """
         self._check_access()
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
-        others = not self._target.is_first and hub_folder_of(self._writer) is None
+        others = not self._target.is_first and HubFolder.of(self._writer.output_folder) is None
         if others or self._commits().files:
             commits, found = self._look(others)
             self._check.refuse_lost(self._check.by_name([commits]), found)

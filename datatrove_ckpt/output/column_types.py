@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from datatrove.data import Document
@@ -38,7 +37,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import NotUnited, check_rows, paths, type_of, unite
+from datatrove_ckpt.output.arrow_types import NotUnited, check_rows, type_of, unite
 from datatrove_ckpt.output.formats import PARQUET
 
 # pyarrow has no types.
@@ -156,56 +155,28 @@ def name_culprit(
         documents: it is read twice.
         known: the types that the chunks before have, if the writer has no schema.
     """
-    import pyarrow as pa
 
-    find = partial(_find_culprit, writer, documents, decode)
-    if writer.schema is not None:
-        return find(lambda row, _: check_rows([row], writer.schema), "the writer's schema")
-    types = dict(known)
-    last: dict[str, str] = {}
-
-    def check(row: Row, name: str) -> None:
-        for column, value in row.items():
+    def find(check: Callable[[Row], object], where: str) -> str | None:
+        for finished in documents:
+            document = decode(finished.document)
+            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
+            row = writer.adapter(document)
             try:
-                kind = type_of([value], column)
+                check(row)
             except NotUnited as error:
-                raise NotUnited(error.column, error.old, error.new, "the same document") from error
+                return f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
             except Exception as error:
-                raise ValueError(
-                    f"column {column!r} holds a value that Arrow cannot take ({safe_text(error)})"
-                ) from error
-            try:
-                types[column] = unite(types.get(column), kind, column)
-            except NotUnited as error:
-                where = last.get(error.column, "the chunks before this one")
-                raise NotUnited(error.column, error.old, error.new, where) from error
-            last.update(dict.fromkeys(paths(kind, column), name))
+                return f"{name}: {safe_text(error)}"
+        return None
 
-    culprit = find(check, "")
-    if culprit is None:
-        schema = pa.schema([_writable(pa.field(name, kind)) for name, kind in types.items()])
-        culprit = find(lambda row, _: check_rows([row], schema), "all documents together")
-    return culprit
-
-
-def _find_culprit(
-    writer: DiskWriter,
-    documents: Iterable[Finished],
-    decode: Callable[[bytes], Document],
-    check: Callable[[Row, str], None],
-    where: str,
-) -> str | None:
-    for finished in documents:
-        document = decode(finished.document)
-        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
-        row = writer.adapter(document)
-        try:
-            check(row, name)
-        except NotUnited as error:
-            return f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {error.where or where}"
-        except Exception as error:
-            return f"{name}: {safe_text(error)}"
-    return None
+    if writer.schema is not None:
+        return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
+    types = ColumnTypes(writer)
+    types.types, types._batch = dict(known), 1
+    if (culprit := find(types.show, "it or one before it")) is not None:
+        return culprit
+    schema = types.schema()
+    return find(lambda row: check_rows([row], schema), "all documents together")
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:

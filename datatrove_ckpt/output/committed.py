@@ -33,7 +33,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.listing import FoundFiles, file_problem, list_output, stray_advice
+from datatrove_ckpt.output.listing import OTHER_JOB, FoundFiles, file_problem, list_output, stray_advice
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 
 _SHOWN = 3
@@ -277,10 +277,7 @@ class OutputCheck:
             raise OutputMismatch(
                 f"{self.where}: {_some(names[:_SHOWN], len(names))} {'is' if len(names) == 1 else 'are'} there with "
                 "other content, which this rank has not written: another job writes to the same folder with the same "
-                f"output_filename {self._template!r}. Nothing was overwritten. Stop one of the jobs, and start it anew "
-                "with another output_folder or output_filename, and a checkpoints_local_dir and logging_dir of its "
-                "own. The other one goes on with the same command, once files that are not its own are deleted from "
-                "the folder."
+                f"output_filename {self._template!r}. Nothing was overwritten. {OTHER_JOB}"
             )
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:

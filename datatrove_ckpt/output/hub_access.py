@@ -68,15 +68,6 @@ def check_access(
         ) from error
 
 
-def hub_folder_of(writer: DiskWriter) -> HubFolder | None:
-    """Where on the hub a writer's files end; None if they end elsewhere.
-
-    Raises:
-        ConfigError: the URL names no repository.
-    """
-    return HubFolder.of(writer.output_folder)
-
-
 def private_if_made(writer: DiskWriter) -> bool | None:
     """How datatrove's writers for the hub make a missing repository; None for other writers, which do not make any."""
     name = type(writer).__name__

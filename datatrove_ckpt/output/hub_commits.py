@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import duration, plural, ranges
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
-from datatrove_ckpt.output.listing import FoundFiles
+from datatrove_ckpt.output.listing import OTHER_JOB, FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import Attempts, RetryPolicy, failure_line, http_status
@@ -228,12 +228,9 @@ class HubUploads:
             raise OutputMismatch(
                 f"{self.folder.url}: {_some(found)} {is_are} there with other content, of which this rank knows no "
                 "commit. Nothing was overwritten. Probably another job writes to the same folder with the same "
-                "output_filename: stop one of the jobs, and start it anew with another output_folder or "
-                "output_filename, and a checkpoints_local_dir and logging_dir of its own. The other one goes on with "
-                "the same command, once files that are not its own are deleted from the folder. If there is no other "
-                f"job, this rank committed {it} itself, and lost the chunk's journal before it could note that (a "
-                "crash of the machine, a damaged disk), so the documents were generated again: delete "
-                f"{it} from the folder, and run the same command again."
+                f"output_filename. {OTHER_JOB} If there is no other job, this rank committed {it} itself, and lost the "
+                "chunk's journal before it could note that (a crash of the machine, a damaged disk), so the documents "
+                f"were generated again: delete {it} from the folder, and run the same command again."
             )
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:

@@ -193,6 +193,14 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
+OTHER_JOB = (
+    "Stop one of the jobs, and start it anew with another output_folder or output_filename, and with a "
+    "checkpoints_local_dir and logging_dir of its own. The other one goes on with the same command, once files that "
+    "are not its own are deleted from the folder."
+)
+"""What to do about another job that writes to the same folder."""
+
+
 def stray_advice(number: int) -> str:
     """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
     it, its = ("it", "Its") if number == 1 else ("them", "Their")

@@ -68,11 +68,8 @@ class Target:
         self.staging = staging_root / secrets.token_hex(4)
         self.is_first = False
         """Nothing was published by earlier attempts: a file that is there, with other content, is another job's."""
-
-    @property
-    def placement(self) -> Placement:
+        self.placement = Placement()
         """Puts what was published in place."""
-        return Placement()
 
     def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
         """Publishes a chunk's files: they appear under their names, or will when ``placement`` puts them in place.
@@ -301,11 +298,7 @@ class HubTarget(Target):
         super().__init__(scratch / layout.STAGING)
         self._calls = StoppableCalls()
         self._uploads = HubUploads(folder, self._calls)
-        self._commits = HubCommits(self._uploads, pace, rank, self._calls)
-
-    @property
-    def placement(self) -> Placement:
-        return self._commits
+        self.placement = self._commits = HubCommits(self._uploads, pace, rank, self._calls)
 
     def prepare(self) -> None:
         no_bars_in_logs()

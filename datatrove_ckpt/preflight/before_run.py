@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +17,12 @@ from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.rank_mirror import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import (
     check_access,
-    hub_folder_of,
     is_missing_repository,
     private_if_made,
     repository_is_gone,
@@ -55,13 +53,10 @@ def check_before_run(executor: PipelineExecutor) -> None:
     if not plan.retries:
         _check_inputs(plan)
     _check_launch(plan)
-    with ExitStack() as stack:
-        for step, _ in plan.kept:
-            stack.enter_context(naming_mirror(step))
-        check_job(plan)
-        check_inputs_unchanged(plan)
-        _check_hub(plan)
-        check_output(plan, before=True)
+    check_job(plan)
+    check_inputs_unchanged(plan)
+    _check_hub(plan)
+    check_output(plan, before=True)
     note_steps(plan)
     for step, root in plan.kept:
         if step.checkpoints_remote_dir is not None and root.is_dir():
@@ -172,7 +167,7 @@ def _check_hub(plan: RunPlan) -> None:
     """
     for runner in plan.runners:
         writer = runner.step.output_writer
-        if (hub := hub_folder_of(writer)) is None:
+        if (hub := HubFolder.of(writer.output_folder)) is None:
             continue
         if runner.step.retry_dead_letters or plan.incomplete():
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
@@ -279,7 +274,7 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := hub_folder_of(check.writer)) is None:
+    if (hub := HubFolder.of(check.writer.output_folder)) is None:
         try:
             return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
         except OSError as error:

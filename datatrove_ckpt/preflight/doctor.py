@@ -32,7 +32,7 @@ from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalSer
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, hub_folder_of, private_if_made
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import fields_of_documents, writer_name
 from datatrove_ckpt.output.writers import check_writable
@@ -129,7 +129,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
     if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
-    if (hub := hub_folder_of(step.output_writer)) is not None:
+    if (hub := HubFolder.of(step.output_writer.output_folder)) is not None:
         yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
         if step.checkpoints_local_dir is not None:
             given = look.documents_per_second
@@ -165,7 +165,7 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
 
 def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     writer = runner.step.output_writer
-    if (hub := hub_folder_of(writer)) is not None:
+    if (hub := HubFolder.of(writer.output_folder)) is not None:
         yield _check_access(runner, hub)
     elif not writer.output_folder.is_local():
         yield from check_remote(writer.output_folder)

@@ -109,10 +109,11 @@ class RunProgress:
         self._last: dict[int, RankProgress] = {}
         self._done: set[int] = set()
         self._begun: dict[int, tuple[float, float]] = {}  # when each rank was first at work, and its share then
-        self._work = [0, 0, 0]
+        self.work = [0, 0, 0]
+        """In this command: documents, requests, tokens."""
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
-        self._samples = deque([_Sample(clock(), self._work, 0.0)])
+        self._samples = deque([_Sample(clock(), self.work, 0.0)])
 
     # what ranks report -------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class RunProgress:
         else:
             self._begun.pop(rank, None)
         grown = (now - then for now, then in zip(progress.work, before, strict=True))
-        self._work = [known + max(0, more) for known, more in zip(self._work, grown, strict=True)]
+        self.work = [known + max(0, more) for known, more in zip(self.work, grown, strict=True)]
         if (share := progress.share) is not None:
             self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
             if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
@@ -146,7 +147,7 @@ class RunProgress:
     def sample(self) -> None:
         """Notes the work so far, for the rates. Called once a second or more often."""
         now = self._clock()
-        if not self._gained and not any(self._work):  # servers start: that is no rate
+        if not self._gained and not any(self.work):  # servers start: that is no rate
             self._samples[0] = self._sample(now)
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
             return
@@ -155,7 +156,7 @@ class RunProgress:
             self._samples.popleft()
 
     def _sample(self, now: float) -> _Sample:
-        return _Sample(now, self._work, self._gained)
+        return _Sample(now, self.work, self._gained)
 
     # what it comes to --------------------------------------------------------------------------------------------
 
@@ -163,11 +164,6 @@ class RunProgress:
     def documents(self) -> int:
         """Finished, in all attempts of the ranks that have reported."""
         return self._documents_before + sum(progress.documents for progress in self._last.values())
-
-    @property
-    def work(self) -> list[int]:
-        """In this command: documents, requests, tokens."""
-        return self._work
 
     @property
     def complete_ranks(self) -> int:
@@ -240,9 +236,9 @@ class RunProgress:
         """The text of a line in the log."""
         share, left, rates = self.share, self.seconds_left, self.rates
         parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
-        parts.append(f"{plural(self.documents, 'document')} done, {self._work[0]} of them in this run")
+        parts.append(f"{plural(self.documents, 'document')} done, {self.work[0]} of them in this run")
         parts += [f"{self.complete_ranks} of {plural(self.ranks, 'task')}"] if self.ranks > 1 else []
-        parts.append(plural(self._work[1], "request"))
+        parts.append(plural(self.work[1], "request"))
         parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
         parts += [] if left is None else [f"{duration(left)} left"]
         parts += [self.state] if self.state else []

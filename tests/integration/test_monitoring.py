@@ -171,18 +171,6 @@ def test_a_missing_package_is_said_before_anything_starts(
     assert not server.payloads
 
 
-@pytest.mark.parametrize("uri", ["sqlite:///runs.db", "postgresql+psycopg2://host/runs", "mssql://host/runs"])
-def test_a_database_needs_all_of_mlflow(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, object] = {"mlflow": True}
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", found.get)
-    monkeypatch.setattr(exporter, "find_spec", found.get)
-    with pytest.raises(ConfigError, match=r"names a database.*pip install mlflow\."):
-        exporter.check_monitoring(MonitoringConfig(mlflow_uri=uri))
-    exporter.check_monitoring(MonitoringConfig(mlflow_uri="http://127.0.0.1:5000"))
-    found["sqlalchemy"] = True
-    exporter.check_monitoring(MonitoringConfig(mlflow_uri=uri))
-
-
 @pytest.mark.slow
 def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command

@@ -85,11 +85,11 @@ def test_a_chunk_has_the_types_of_all_its_documents(
 @pytest.mark.parametrize(
     ("chunk", "parts"),
     [
-        ([1, 2, "a"], ["'id 2' (number 2 of", "column 'c' is string", "int64", "'id 1'"]),
+        ([1, 2, "a"], ["'id 2' (number 2 of", "column 'c' is string", "int64"]),
         ([{"a": [{"b": 1}]}, {"a": [{"b": {"x": 1}}]}], ["'id 1'", "column 'c.a[].b' is struct<x: int64>", "int64"]),
-        ([1.5, True], ["'id 1'", "column 'c' is bool there, and double in document 'id 0'"]),
-        ([[{"a": True}, {"a": 0.5}]], ["column 'c[].a' is double there, and bool in the same document"]),
-        ([[2**63]], ["'id 0'", "column 'c' holds a value", "c[]: the integer 9223372036854775808 does not fit"]),
+        ([1.5, True], ["'id 1'", "column 'c' is bool there, and double in it or one before"]),
+        ([[{"a": True}, {"a": 0.5}]], ["column 'c[].a' is double there, and bool in it or one before"]),
+        ([[2**63]], ["'id 0'", "c[]: the integer 9223372036854775808 does not fit"]),
         ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
     ],
 )
@@ -133,7 +133,7 @@ def test_values_that_would_change_beside_each_other_are_refused(
     tmp_path: Path, server: FakeServer, one: Any, other: Any
 ) -> None:
     for number, chunk in enumerate(([one, other], [other, one])):
-        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in document 'id 0'"):
+        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"):
             written(tmp_path / str(number), server, [chunk])
 
 
@@ -218,7 +218,7 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(
 
 def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
     for _ in range(2):
-        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in the chunks"):
+        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in it or one before"):
             written(tmp_path, server, [[1], ["a"]])
     assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
 

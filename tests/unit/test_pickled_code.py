@@ -163,7 +163,7 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.Mo
     found = script_names.collect(used(functools.partial(script.rollout)))
     assert sorted(found.values) == ["Base", "PROMPT", "Words", "helper", "json"]
     assert found.left["API_KEY"] == "it looks like a secret"
-    assert found.left["SETTINGS"] == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
+    assert found.left["SETTINGS"] == "it holds what looks like a secret (Authorization)"
     assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
     assert len(found.left) == 3
     assert found.file == script.__file__

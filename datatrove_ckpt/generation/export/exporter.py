@@ -6,14 +6,12 @@ or sent is logged once, and tried again.
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 # Seconds that the end of a rank waits until its last minute is sent.
 _DONE_SECONDS = 30.0  # with time for the report
 _STOPPED_SECONDS = 5.0
-_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)[+\w]*:")
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
@@ -52,11 +49,6 @@ def check_monitoring(config: MonitoringConfig) -> None:
     for setting, package in {"mlflow_uri": "mlflow", "wandb_project": "wandb"}.items():
         if getattr(config, setting) is not None and (missing := missing_package(package)) is not None:
             raise ConfigError(f"monitoring.{setting}: {missing}")
-    if config.mlflow_uri is not None and _DATABASE.match(config.mlflow_uri) and find_spec("sqlalchemy") is None:
-        raise ConfigError(
-            "monitoring.mlflow_uri names a database, and the small MLflow of the extra mlflow has no part for them. "
-            "Run: pip install mlflow. Or name a folder, or the URL of a tracking server."
-        )
 
 
 def open_exports(

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from http.server import BaseHTTPRequestHandler
 from math import inf
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,7 +29,7 @@ import orjson
 from loguru import logger
 from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import MetricsHandler
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
@@ -233,7 +232,7 @@ class MetricsPort(ThreadingMixIn, TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
-        super().__init__((host, port), _Scrape)
+        super().__init__((host, port), MetricsHandler.factory(self))
         os.register_at_fork(after_in_child=self.socket.close)  # a fork of a rollout's may outlive this process
         name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
@@ -253,34 +252,15 @@ class MetricsPort(ThreadingMixIn, TCPServer):
             with self._lock:
                 self._shown[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
 
-    def ranks(self) -> list[RankNow]:
-        """Those that are shown now. One that has ended and started again is there once."""
+    def collect(self) -> Iterator[Family]:
+        """The ranks that are shown now. One that has ended and started again is there once."""
         with self._lock:
             self._shown = {key: one for key, one in self._shown.items() if one[1] > time.monotonic()}
             shown = list(self._shown.values())
-        return [rank() for rank, _ in shown]
+        return RankMetrics([rank() for rank, _ in shown]).collect()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that hangs up is no problem."""
-
-
-class _Scrape(BaseHTTPRequestHandler):
-    server: MetricsPort
-    server_version = "datatrove-ckpt"
-    sys_version = ""
-    timeout = 10.0  # seconds for a request to come in
-
-    def do_GET(self) -> None:
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        body = bytes(encode(RankMetrics(self.server.ranks())))
-        self.send_response(200)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """A scrape is no news."""
 
 
 @cache

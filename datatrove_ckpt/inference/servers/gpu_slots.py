@@ -178,11 +178,10 @@ def _try_lock(path: Path) -> int | None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        return None
-    except OSError:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
         raise
     return descriptor
 

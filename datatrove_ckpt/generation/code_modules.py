@@ -32,7 +32,15 @@ from datatrove_ckpt.generation.code_values import (
     key,
     wrapped,
 )
-from datatrove_ckpt.generation.syntax import compile_tree, global_names, nested_codes, parse, write_code, write_tree
+from datatrove_ckpt.generation.syntax import (
+    compile_part,
+    compile_tree,
+    loaded_names,
+    nested_codes,
+    parse,
+    write_code,
+    write_tree,
+)
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
@@ -52,8 +60,9 @@ _CHANGING = {
 TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
 _SHORT = 200
 _WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
-_Owner = tuple[str, str, str]  # of a method: its class, its own name, and that of ``self``
-_NO_OWNER = ("", "", "")
+_NO_NAMES: frozenset[str] = frozenset()
+_Owner = tuple[str, str, str, frozenset[str]]  # class, method, its name of ``self``; what is local in the function
+_NO_OWNER = ("", "", "", _NO_NAMES)
 
 
 class Import(NamedTuple):
@@ -103,7 +112,13 @@ class Uses:
         self.texts: set[str] = set()
         self.files: dict[str, None] = {}
         self.writes = self.computes_import = self.shows_set = False
-        self._globals = global_names(node)
+        code = compile_part(node)
+        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        self._globals = loaded_names(code) if code is not None else names
+        self._locals = {
+            (one.co_name, one.co_firstlineno): frozenset(one.co_varnames + one.co_cellvars + one.co_freevars)
+            for one in (nested_codes(code) if code is not None else ())
+        }
         self._imports: dict[str, list[Import]] = {}
         for part in ast.walk(node):
             if isinstance(part, ast.Import | ast.ImportFrom):
@@ -133,10 +148,15 @@ class Uses:
             self._chain(node.func, owner, node)
         else:
             if isinstance(node, ast.ClassDef):
-                owner = (node.name, "", "")
-            elif isinstance(node, Function) and owner[0] and not owner[1]:
+                owner = (node.name, "", "", _NO_NAMES)
+            elif isinstance(node, Function):
+                method = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+                line = min(one.lineno for one in [node, *getattr(node, "decorator_list", [])])
+                local = self._locals.get((method, line), owner[3])
                 first = [*node.args.posonlyargs, *node.args.args][:1]
-                owner = (owner[0], getattr(node, "name", "<lambda>"), first[0].arg if first else "")
+                is_method = owner[0] and not owner[1]
+                self_name = first[0].arg if first else ""
+                owner = (owner[0], method, self_name, local) if is_method else (*owner[:3], local)
             elif isinstance(node, ast.Global):
                 self.rebound |= set(node.names)
             elif isinstance(node, ast.Nonlocal):
@@ -176,7 +196,8 @@ class Uses:
         if not isinstance(inner, ast.Name):
             self._push([inner], owner)
             return
-        if inner.id not in self._globals and changes:
+        is_local = inner.id in owner[3] and inner.id not in self._imports
+        if changes and (is_local or inner.id not in self._globals):
             self.arguments.setdefault(inner.id, set()).add(_keys(steps))
         bounds: list[Import | None] = [*self._imports.get(inner.id, [])]
         bounds += [None] if inner.id in self._globals and (steps or not stores) else []
@@ -192,7 +213,7 @@ class Uses:
             path[-1], called = key(call.args[0].value), False
         chains = [Chain(inner.id, tuple(path), called, bound) for bound in bounds]
         self.chains |= dict.fromkeys(chains)
-        if changes:
+        if changes and not is_local:  # a local of that name in one function, and the global in another
             self.changed |= {*chains}
 
 

@@ -140,17 +140,18 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_codes(constant)
 
 
-def global_names(node: ast.AST) -> set[str]:
-    """The globals that a part of a module reads; of a part of a function, all names."""
-    parts = [*ast.walk(node)]
-    names = {one.id for one in parts if isinstance(one, ast.Name)}
-    if not any(isinstance(one, _SCOPES) for one in parts):
-        return names
+def compile_part(node: ast.AST) -> types.CodeType | None:
+    """Code of a part of a module, whose nested codes say what is global in which function.
+
+    None for a part without scopes of its own, and for one that is a part of a function.
+    """
+    if not any(isinstance(one, _SCOPES) for one in ast.walk(node)):
+        return None
     statement = node if isinstance(node, ast.stmt) else ast.Expr(node)  # type: ignore[arg-type]
     try:
-        return loaded_names(compile_tree(ast.Module([ast.fix_missing_locations(statement)], [])))
+        return compile_tree(ast.Module([ast.fix_missing_locations(statement)], []))
     except (SyntaxError, TypeError):  # "return" or "nonlocal" outside of a function; arguments
-        return names
+        return None
 
 
 def loaded_names(code: types.CodeType) -> set[str]:

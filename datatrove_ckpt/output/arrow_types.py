@@ -75,7 +75,7 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
     if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):  # or arrays of numpy
         return pa.list_(type_of(list(chain.from_iterable(values)), f"{column}[]"))
     if kind is int:
-        if (wide := next((value for value in values if value not in _INT64), None)) is not None:
+        if (wide := next((value for value in values if int(value) not in _INT64), None)) is not None:
             raise ValueError(f"{column}: the integer {wide} does not fit into int64")
         return pa.int64()
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):

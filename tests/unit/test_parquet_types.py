@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 from decimal import Decimal
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_output import ChunkWriting
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner, the_first_last
@@ -282,3 +284,8 @@ def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(
     monkeypatch.setattr(ChunkWriting, "_fits", lambda self, *args: False)
     assert contents(written(tmp_path / "b", server, VARIED)) == contents(with_guess)
     assert contents(written(tmp_path / "d", server, [[1], [2], [3]])) == contents(uniform)
+
+
+def test_a_subclass_of_int_is_an_integer() -> None:
+    """``in`` of a range goes through all its numbers for such a value."""
+    assert type_of([HTTPStatus.OK, 1], "c") == pa.int64()

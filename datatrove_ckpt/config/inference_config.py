@@ -348,7 +348,6 @@ def _check_url(url: Key) -> None:
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
-_RESERVED = ("host", "port", "api-key")
 
 # ``model_kwargs``. ``Any``, because its values are what users wrote in Python or YAML.
 Kwargs = Mapping[str, Any]
@@ -484,6 +483,7 @@ class Engine:
         metrics: None: it has none.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
+        address_flags: of its address and key, which ``model_kwargs`` may not name.
         answering_flags: that change its answers, so they belong to the run's identity.
     """
 
@@ -497,6 +497,7 @@ class Engine:
     metrics: ClassVar[MetricNames | None] = None
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
+    address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
     answering_flags: ClassVar[frozenset[str]] = frozenset(
         {
             "chat-template",
@@ -519,7 +520,7 @@ class Engine:
     def check(self, config: InferenceConfig) -> None:
         """Raises ConfigError for settings with which it cannot start, such as an address in ``model_kwargs``."""
         for name in config.model_kwargs or {}:
-            if dashed(name) in _RESERVED:
+            if dashed(name) in self.address_flags:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free port, with a fresh "
                     'key. To use another address, start the server yourself and set server_type "endpoint".'

@@ -196,9 +196,8 @@ def _way_out(error: BaseException) -> str:
     )
     if _TOO_LONG.search(rejected.body):
         way = f"The prompt is longer than the model's context. ChunkedRollout splits long documents. {way}"
-    if rejected.remembered:
-        way += "The server was not asked this time: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
-    return way
+    asked = "The server was not asked this time" if rejected.remembered else "If the server was at fault, correct it"
+    return f"{way}{asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:

@@ -111,6 +111,8 @@ class Step(PipelineStep):
             check_output_folder(self.output_writer, local)
             if remote is not None:
                 check_url("checkpoints_remote_dir", remote)
+                if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
+                    raise ConfigError("checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy.")
             return
         if self.on_document_error != "stop" or self.retry_dead_letters:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))

@@ -5,7 +5,8 @@ A writer of yours needs no format here: its files are written, published and com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import io
+from collections.abc import Collection, Iterable, Iterator
 from typing import IO, Any, ClassVar, TypeAlias
 
 import orjson
@@ -40,7 +41,7 @@ class Format:
         raise NotImplementedError
 
     def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
-        """Each row with its line; None for a line that is torn.
+        """Each row with its line, of which ``migrate`` makes the document; None for a line that is torn.
 
         Args:
             columns: no others are needed. The line is empty if the format has none, or a row is not the whole line.
@@ -56,7 +57,9 @@ class Jsonl(Format):
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
     def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
-        for line in file:
+        # zstandard's stream gives blocks only. Others are left as they are: they give all lines before some damage.
+        lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
+        for line in lines:
             try:
                 row = orjson.loads(line) if line.endswith(b"\n") else None
             except orjson.JSONDecodeError:

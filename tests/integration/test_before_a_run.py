@@ -200,18 +200,16 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
     assert names(tmp_path) == []
 
 
-def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit() -> None:
-    class Repository:
-        class fs:
-            storage_options: dict[str, str] = {}  # noqa: RUF012
-
+def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path: Path) -> None:
+    class Repository(DataFolder):  # type: ignore[misc]
         def is_local(self) -> bool:
             return False
 
         def resolve_paths(self, path: str) -> str:
             return "hf://datasets/me/answers"
 
-    [found] = check_remote(Repository())
+    [found] = check_remote(Repository(str(tmp_path)))
+    assert not any(tmp_path.iterdir())
     assert found.message.endswith("each write would be a commit in its history.")
 
 

@@ -195,6 +195,13 @@ def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_
             InferenceRunner(chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url)
 
 
+@pytest.mark.parametrize("place", ["file://{}", "{}/"])
+def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path: Path, server: FakeServer, place: str) -> None:
+    """It would be no copy, and a run would say nothing of it."""
+    with pytest.raises(ConfigError, match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy"):
+        runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))
+
+
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_plain_text_in_a_file_named_like_a_compressed_one_is_refused(
     tmp_path: Path, server: FakeServer, ending: str

@@ -14,9 +14,12 @@ from datatrove_ckpt.output.names import writer_name
 TEXTS = ["one", "two\nlines", "dreiß"]
 
 
-@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.suffix)
-def test_what_a_writer_has_written_is_counted_and_read(known: Format, tmp_path: Path) -> None:
-    writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=None)
+@pytest.mark.parametrize(
+    ("known", "compression"),
+    [(known, how) for known in FORMATS for how in ((None,) if known.is_compressed else (None, "gzip", "zstd"))],
+)
+def test_what_a_writer_has_written_is_counted_and_read(known: Format, compression: str | None, tmp_path: Path) -> None:
+    writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=compression)
     with writer:
         for index, text in enumerate(TEXTS):
             writer.write(Document(text, str(index)))
@@ -24,9 +27,9 @@ def test_what_a_writer_has_written_is_counted_and_read(known: Format, tmp_path: 
     assert format_of(writer) is format_of_file(f"a/name{known.suffix}") is known
     assert known.writer.__name__ in SHORT_NAMES, "YAML files cannot name its writer"
     (path,) = tmp_path.iterdir()
-    with path.open("rb") as file:
+    with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         assert known.count(file) == len(TEXTS)
-    with path.open("rb") as file:
+    with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         rows = [row for row, _ in known.rows(file, {"id", "text"})]
     assert [(row["id"], row["text"]) for row in rows if row] == [(str(index), text) for index, text in enumerate(TEXTS)]
 

@@ -73,7 +73,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         randomize_start_duration: int = 0,
         max_rank_attempts: int = 2,
     ) -> None:
-        given = locals()
+        given = dict(locals())  # a debugger adds to the other one
         own = ("self", "__class__", "max_rank_attempts")
         super().__init__(**{name: value for name, value in given.items() if name not in own})
         self.max_rank_attempts = max_rank_attempts

@@ -89,7 +89,9 @@ class JobLedger:
 
     @property
     def foreign(self) -> list[int]:
-        """The ranks that are there and do not belong to the job."""
+        """The ranks that are there and do not belong to the job, if the file tells that says which are retired."""
+        if self.refusal is not None or next(self.newer(), None) is not None:
+            return []
         return [rank for rank in self.ranks if self.tasks and rank >= self.tasks and rank not in self.shares.retired]
 
     def check(self, *wrong: Iterator[tuple[int, str]]) -> None:

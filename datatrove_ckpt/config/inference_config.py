@@ -190,8 +190,8 @@ class InferenceConfig:
 
     def _check_numbers(self) -> None:
         for name, rule in _MINIMA.items():
-            value = getattr(self, name)
-            if value in (None, "auto"):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
                 continue
             if not (value > 0 if rule == "> 0" else value >= int(rule[-1])):
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")

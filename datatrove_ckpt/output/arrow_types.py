@@ -145,7 +145,7 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
     schemas = [pa.schema([("", kind)]) for kind in (old, new)]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except pa.ArrowTypeError:  # decimals with too many digits
+    except (pa.ArrowTypeError, pa.ArrowInvalid):  # decimals with too many digits
         return None
 
 
@@ -213,6 +213,7 @@ def _check_kept(values: list[Any], kind: DataType, column: str) -> None:
 
     try:
         kept = pa.array(values, kind)
+        read = kept.to_pylist()
     except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
         if len(values) > 1:
             for value in values:
@@ -221,7 +222,7 @@ def _check_kept(values: list[Any], kind: DataType, column: str) -> None:
     rounded = pa.types.is_floating(kind)
     if rounded and set(map(type, values)) == {float} and not np.isinf(kept).any():
         return
-    for value, now in zip(values, kept.to_pylist(), strict=True):
+    for value, now in zip(values, read, strict=True):
         if not _is_same(value, now, rounded):
             raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
 

@@ -68,7 +68,9 @@ def die_with_parent(parent: int | None = None) -> None:
     wait: Callable[[], object] = process.join
     if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
         try:
-            wait = partial(select.select, [os.pidfd_open(parent)], [], [])
+            poll = select.poll()  # select() takes no descriptor beyond 1,023
+            poll.register(os.pidfd_open(parent), select.POLLIN)
+            wait = poll.poll
         except ProcessLookupError:
             os._exit(1)
         except OSError:  # the kernel or the container knows no pidfds

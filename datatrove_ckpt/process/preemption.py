@@ -142,8 +142,9 @@ def end_by(number: int) -> NoReturn:
     """Ends this process by the signal's default action, and datatrove's manager with it."""
     end_managers()
     leave_terminal()
-    os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the signal is blocked, or another thread takes its time
+    with suppress(BaseException):  # of a handler in Python
+        os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked or handled, or another thread takes its time
 
 
 class _Handed(Preempted):

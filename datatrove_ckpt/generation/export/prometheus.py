@@ -215,6 +215,10 @@ GetRank = Callable[[], RankNow]
 # the port -------------------------------------------------------------------------------------------------------------
 
 
+class _Scrape(MetricsHandler):
+    timeout = 10.0  # seconds that a silent connection has a thread
+
+
 class MetricsPort(ThreadingMixIn, TCPServer):
     """The port of a process, until it ends.
 
@@ -232,7 +236,7 @@ class MetricsPort(ThreadingMixIn, TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
-        super().__init__((host, port), MetricsHandler.factory(self))
+        super().__init__((host, port), _Scrape.factory(self))
         os.register_at_fork(after_in_child=self.socket.close)  # a fork of a rollout's may outlive this process
         name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"

@@ -51,11 +51,14 @@ def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
     parser = argparse.ArgumentParser(
         usage=usage, argument_default=argparse.SUPPRESS, conflict_handler="resolve", allow_abbrev=False
     )
-    for name in dir(params):
-        kind = type(getattr(params, name))
-        if kind in _PLAIN and not name.startswith("_"):
-            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    kinds = {name: type(getattr(params, name)) for name in dir(params) if not name.startswith("_")}
+    fields = {f"{name.replace('_', '-')}": (name, kind) for name, kind in kinds.items() if kind in _PLAIN}
+    for flag, (name, kind) in fields.items():
+        if kind is bool:
+            parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
+    for flag, (name, kind) in fields.items():  # last, because a field called no_x is not the opposite of x
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{flag}", dest=name, **how)
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
@@ -76,7 +79,10 @@ def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
     if key:
         params.api_keys = [key]
     for name, value in given.items():
-        setattr(params, name, value)
+        try:
+            setattr(params, name, value)
+        except (TypeError, ValueError) as error:
+            parser.error(f"unrecognized arguments: --{name}={value} ({error})")
     return params
 
 

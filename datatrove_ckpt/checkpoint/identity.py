@@ -54,8 +54,6 @@ _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"
 _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\.")
-_OF_SOURCE = re.compile(r"identity_version$|uses\.|.* (code|form)$")
-"""What differs between versions 3 and 4, which describe settings alike."""
 _LAYOUT = frozenset({"records_per_chunk", "tasks"})
 
 
@@ -297,8 +295,7 @@ def compare(kept: Json, identity: RunIdentity) -> list[Change]:
     """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
     old, new = settings_in(kept), settings_in(identity.kept)
     if not describe_alike(old, new):
-        is_new = all(fields.get(_IDENTITY_VERSION) in (3, 4) for fields in (old, new))
-        old, new = (without_code(fields, _OF_SOURCE if is_new else _OF_CODE) for fields in (old, new))
+        old, new = without_code(old), without_code(new)
     if is_unstarted(kept):
         new = {name: value for name, value in new.items() if name in old}
     return [
@@ -313,9 +310,9 @@ def describe_alike(old: Json, new: Json) -> bool:
     return bool(old.get(_IDENTITY_VERSION) == new.get(_IDENTITY_VERSION))
 
 
-def without_code(fields: Json, of_code: re.Pattern[str] = _OF_CODE) -> Json:
+def without_code(fields: Json) -> Json:
     """The fields that mean the same in every version."""
-    return {name: value for name, value in fields.items() if not of_code.match(name)}
+    return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
 def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:

@@ -1,8 +1,8 @@
 """The user's modules: where they are, what binds their names and uses them, and what differs at each start.
 
-Modules are found and parsed, never imported, and nothing is run. Which names of a definition are globals says what
-Python compiles from it; a name that is a global in one part of it is one in all of it. An import inside a function is
-taken as if it stood at the top, marked as late: the module may not be loaded yet.
+Modules are found and parsed, never imported, and nothing is run. ``Uses`` respects scopes: arguments, local variables
+and those of comprehensions are not globals of the same name. Only an import inside a function is taken as if it stood
+at the top, marked as late: the module may not be loaded yet.
 
 This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
@@ -18,9 +18,9 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_values import (
     Path,
@@ -32,15 +32,7 @@ from datatrove_ckpt.generation.code_values import (
     key,
     wrapped,
 )
-from datatrove_ckpt.generation.syntax import (
-    compile_part,
-    compile_tree,
-    loaded_names,
-    nested_codes,
-    parse,
-    write_code,
-    write_tree,
-)
+from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
@@ -50,8 +42,8 @@ _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
-_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.arguments)
 _BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
 _CHANGING = {
     *("append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "popleft", "remove", "discard"),
@@ -60,9 +52,7 @@ _CHANGING = {
 TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
 _SHORT = 200
 _WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
-_NO_NAMES: frozenset[str] = frozenset()
-_Owner = tuple[str, str, str, frozenset[str]]  # class, method, its name of ``self``; what is local in the function
-_NO_OWNER = ("", "", "", _NO_NAMES)
+_NO_OWNER = ("", "", "")
 
 
 class Import(NamedTuple):
@@ -88,13 +78,22 @@ class Chain(NamedTuple):
     imported: Import | None
 
 
+class _Scope(NamedTuple):
+    """Names that a function or class binds. ``owner``: of a method: the class, its own name, and that of ``self``."""
+
+    is_class: bool
+    names: set[str]
+    imports: dict[str, Import]
+    owner: tuple[str, str, str]
+
+
 class Uses:
     """What a part of a file uses.
 
     Attributes:
-        chains: names that are not local everywhere in it, in the order of the source.
-        changed: those that it changes.
-        rebound: global names that it binds in a function.
+        chains: names that are not local, in the order of the source.
+        changed: those that it changes: with True if only in place.
+        rebound: names that it declares as those of another scope.
         arguments: local names of which it changes what they stand for, each with the paths of what it changes.
         attributes: that it changes: the class whose method does so, that method, the name, and such a path.
         words: all names, attributes and texts; the short texts; those that name a text file.
@@ -104,7 +103,7 @@ class Uses:
 
     def __init__(self, node: ast.AST) -> None:
         self.chains: dict[Chain, None] = {}
-        self.changed: set[Chain] = set()
+        self.changed: dict[Chain, bool] = {}
         self.rebound: set[str] = set()
         self.arguments: dict[str, set[Path]] = {}
         self.attributes: set[tuple[str, str, str, Path]] = set()
@@ -112,28 +111,39 @@ class Uses:
         self.texts: set[str] = set()
         self.files: dict[str, None] = {}
         self.writes = self.computes_import = self.shows_set = False
-        code = compile_part(node)
-        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-        self._globals = loaded_names(code) if code is not None else names
-        self._locals = {
-            (one.co_name, one.co_firstlineno): frozenset(one.co_varnames + one.co_cellvars + one.co_freevars)
-            for one in (nested_codes(code) if code is not None else ())
-        }
-        self._imports: dict[str, list[Import]] = {}
-        for part in ast.walk(node):
-            if isinstance(part, ast.Import | ast.ImportFrom):
-                for name, found in imported(part, late=True):
-                    self._imports.setdefault(name, []).append(found)
-        self._waiting = [(node, _NO_OWNER)]
+        self._waiting: list[tuple[ast.AST, tuple[_Scope, ...]]] = [(node, ())]
         while self._waiting:
             self._visit(*self._waiting.pop())
 
-    def _push(self, nodes: Iterable[ast.AST], owner: _Owner) -> None:
-        self._waiting += [(node, owner) for node in reversed([*nodes])]
+    def _push(self, nodes: Any, scopes: tuple[_Scope, ...]) -> None:
+        self._waiting += [(node, scopes) for node in reversed([one for one in nodes if one is not None])]
 
-    def _visit(self, node: ast.AST, owner: _Owner) -> None:
-        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            self._chain(node, owner)
+    def _visit(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
+        if isinstance(node, Function):
+            args = node.args
+            owner = scopes[-1].owner if scopes else _NO_OWNER
+            if scopes and scopes[-1].is_class:
+                first = [*args.posonlyargs, *args.args][:1]
+                owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
+            inner = (*[one for one in scopes if not one.is_class], _Scope(False, *bound_names(node), owner))
+            self._push(node.body if isinstance(node.body, list) else [node.body], inner)
+            hints = (
+                [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered(node) else []
+            )
+            self._push([*args.defaults, *args.kw_defaults, *getattr(node, "decorator_list", []), *hints], scopes)
+        elif isinstance(node, ast.ClassDef):
+            self._push(node.body, (*scopes, _Scope(True, *bound_names(node), (node.name, "", ""))))
+            self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
+        elif isinstance(node, _COMPREHENSIONS):
+            self.shows_set |= isinstance(node, ast.SetComp)
+            names = {name for part in node.generators for name in _stored(part.target)}
+            begin, *rest = node.generators
+            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            inner = (*scopes, _Scope(False, names, {}, scopes[-1].owner if scopes else _NO_OWNER))
+            self._push([begin.target, *begin.ifs, *rest, *elements], inner)
+            self._push([begin.iter], scopes)
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            self._chain(node, scopes)
         elif isinstance(node, ast.Call):
             given = [*node.args, *node.keywords]
             texts = [getattr(getattr(one, "value", one), "value", getattr(one, "value", one)) for one in given]
@@ -144,26 +154,17 @@ class Uses:
                 self.computes_import |= not text
                 bound = Import(text.lstrip("."), None, len(text) - len(text.lstrip(".")), True)
                 self.chains |= {Chain(name[0], (), False, bound): None} if text else {}
-            self._push(given, owner)
-            self._chain(node.func, owner, node)
-        else:
-            if isinstance(node, ast.ClassDef):
-                owner = (node.name, "", "", _NO_NAMES)
-            elif isinstance(node, Function):
-                method = "<lambda>" if isinstance(node, ast.Lambda) else node.name
-                line = min(one.lineno for one in [node, *getattr(node, "decorator_list", [])])
-                local = self._locals.get((method, line), owner[3])
-                first = [*node.args.posonlyargs, *node.args.args][:1]
-                is_method = owner[0] and not owner[1]
-                self_name = first[0].arg if first else ""
-                owner = (owner[0], method, self_name, local) if is_method else (*owner[:3], local)
-            elif isinstance(node, ast.Global):
-                self.rebound |= set(node.names)
-            elif isinstance(node, ast.Nonlocal):
-                self.arguments |= {name: {()} for name in node.names}
-            self.shows_set |= isinstance(node, ast.Set | ast.SetComp)
+            self._push(given, scopes)
+            self._chain(node.func, scopes, node)
+        elif isinstance(node, ast.AnnAssign):  # hints of fields are values
+            is_field = bool(scopes) and scopes[-1].is_class
+            self._push([node.target, node.value, node.annotation if is_field else None], scopes)
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            self.shows_set |= isinstance(node, ast.Set)
             self._text(node)
-            self._push(ast.iter_child_nodes(node), owner)
+            if isinstance(node, ast.Global) or (isinstance(node, ast.Nonlocal) and len(scopes) == 1):
+                self.rebound |= set(node.names)
+            self._push(ast.iter_child_nodes(node), scopes)
 
     def _text(self, node: ast.AST) -> None:
         is_path = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
@@ -174,7 +175,7 @@ class Uses:
             self.texts |= set(texts)
             self.files |= {"/".join(texts): None} if texts[-1].endswith(TEXT_FILES) else {}
 
-    def _chain(self, node: ast.AST, owner: _Owner, call: ast.Call | None = None) -> None:
+    def _chain(self, node: ast.AST, scopes: tuple[_Scope, ...], call: ast.Call | None = None) -> None:
         steps: list[ast.Attribute | ast.Subscript] = []
         inner = node
         while isinstance(inner, ast.Attribute | ast.Subscript):
@@ -183,25 +184,25 @@ class Uses:
         names = [step.attr for step in steps if isinstance(step, ast.Attribute)]
         self.words |= set(names)
         self.writes |= not _WRITES.isdisjoint(names)
-        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], owner)
+        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], scopes)
         stores = any(not isinstance(getattr(one, "ctx", ast.Load()), ast.Load) for one in [inner, *steps])
         last = steps[-1].attr if steps and isinstance(steps[-1], ast.Attribute) else ""
         changes = (stores and bool(steps)) or (call is not None and last in _CHANGING)
         changed = steps[:-1] if call is not None or not last else steps
         index = max((number for number, one in enumerate(changed) if isinstance(one, ast.Attribute)), default=-1)
+        owner = scopes[-1].owner if scopes else _NO_OWNER
         if changes and index >= 0 and owner[1] not in _BUILDERS:
             is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
             name = changed[index].attr  # type: ignore[union-attr]
             self.attributes.add((owner[0] if is_own else "", owner[1], name, _keys(steps[index + 1 :])))
         if not isinstance(inner, ast.Name):
-            self._push([inner], owner)
+            self._push([inner], scopes)
             return
-        is_local = inner.id in owner[3] and inner.id not in self._imports
-        if changes and (is_local or inner.id not in self._globals):
-            self.arguments.setdefault(inner.id, set()).add(_keys(steps))
-        bounds: list[Import | None] = [*self._imports.get(inner.id, [])]
-        bounds += [None] if inner.id in self._globals and (steps or not stores) else []
-        if not bounds:
+        scope = next((one for one in reversed(scopes) if inner.id in one.names or inner.id in one.imports), None)
+        bound = scope.imports.get(inner.id) if scope is not None else None
+        if bound is None and (scope is not None or (stores and not steps)):
+            if scope is not None and changes:
+                self.arguments.setdefault(inner.id, set()).add(_keys(steps))
             return
         self.words.add(inner.id)
         constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
@@ -211,10 +212,10 @@ class Uses:
         called = call is not None and whole and bool(path)
         if called and call is not None and last == "get" and call.args and isinstance(call.args[0], ast.Constant):
             path[-1], called = key(call.args[0].value), False
-        chains = [Chain(inner.id, tuple(path), called, bound) for bound in bounds]
-        self.chains |= dict.fromkeys(chains)
-        if changes and not is_local:  # a local of that name in one function, and the global in another
-            self.changed |= {*chains}
+        chain = Chain(inner.id, tuple(path), called, bound)
+        self.chains[chain] = None
+        if changes:
+            self.changed[chain] = not (stores and last and whole)
 
 
 def _keys(steps: Sequence[ast.AST]) -> Path:
@@ -231,12 +232,38 @@ def _operands(node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def bound_names(node: ast.AST) -> set[str]:
-    """The names that a statement binds, those of functions and comprehensions in it included."""
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-    named = (*get_args(Definition), ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-    names |= {one.name for one in ast.walk(node) if isinstance(one, named) and one.name}
-    return names | {one.rest for one in ast.walk(node) if isinstance(one, ast.MatchMapping) and one.rest}
+def _stored(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+
+
+def bound_names(scope: ast.AST) -> tuple[set[str], dict[str, Import]]:
+    """The names that a function or class binds in its own scope, and those that imports in it bind."""
+    names: set[str] = set()
+    imports: dict[str, Import] = {}
+    outer: set[str] = set()
+    waiting: list[ast.AST] = [*ast.iter_child_nodes(scope)]
+    if isinstance(scope, Function):
+        names = {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
+        waiting = [*scope.body] if isinstance(scope.body, list) else [scope.body]
+    names |= {one.name for one in getattr(scope, "type_params", [])}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            names.add(node.name)
+            waiting += node.decorator_list
+        elif isinstance(node, _COMPREHENSIONS):  # of which only := binds here
+            names |= {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= dict(imported(node, late=isinstance(scope, Function)))
+        elif isinstance(node, ast.Global):
+            outer |= set(node.names)
+        elif not isinstance(node, ast.Lambda):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping):
+                names |= {getattr(node, "name", None) or getattr(node, "rest", None) or ""}
+            waiting += ast.iter_child_nodes(node)
+    return names - outer, imports
 
 
 def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[str, Import]]:
@@ -249,6 +276,11 @@ def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[st
             yield alias.asname or full, Import(full, None, 0, late)
 
 
+def is_registered(node: ast.AST) -> bool:
+    """Its hints choose when it is called, as with functools.singledispatch."""
+    return any(dotted(one)[-1:] == ["register"] for one in getattr(node, "decorator_list", []))
+
+
 def dotted(node: ast.AST) -> list[str]:
     """``["a", "b"]`` for ``a.b`` and for ``a.b(...)``."""
     names: list[str] = []
@@ -259,11 +291,12 @@ def dotted(node: ast.AST) -> list[str]:
 
 
 class Binding(NamedTuple):
-    """What binds a name of a module. ``tests``: the conditions around it."""
+    """What binds a name of a module. ``tests``: the conditions around it. ``optional``: it may not be run."""
 
     statement: ast.stmt
     tests: tuple[ast.expr, ...] = ()
     imported: Import | None = None
+    optional: bool = False
 
 
 class Source:
@@ -286,16 +319,17 @@ class Source:
         self.stars: list[Import] = []
         self.given: dict[str, list[Binding]] = {}
         self._uses: dict[int, Uses] = {}
-        self._texts: dict[int, str] = {}
+        self._classes: dict[str, list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]] = {}
+        self._texts: dict[tuple[int, bool], str] = {}
         self._collect(self.tree.body, ())
         for name, bound in [*self.bindings.items()]:  # functions that fill a table of the module, used as decorators
             for statement in (one.statement for one in bound if isinstance(one.statement, Definition)):
                 for decorator in statement.decorator_list:
                     self._note_filled(dotted(decorator)[:1], Binding(statement), name)
 
-    def _collect(self, body: list[Any], tests: tuple[ast.expr, ...]) -> None:
+    def _collect(self, body: list[Any], tests: tuple[ast.expr, ...], optional: bool = False) -> None:
         for node in body:
-            bound = Binding(node, tests)
+            bound = Binding(node, tests, None, optional)
             if isinstance(node, _BLOCKS):
                 parts = [
                     one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ExceptHandler | ast.match_case)
@@ -303,23 +337,23 @@ class Source:
                 inner = [getattr(one, name, []) for one in (node, *parts) for name in ("body", "orelse", "finalbody")]
                 outer = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
                 for part in inner:
-                    self._collect(part, (*tests, *outer))
+                    self._collect(part, (*tests, *outer), optional or not isinstance(node, ast.With))
                 items = [one.optional_vars for one in getattr(node, "items", []) if one.optional_vars is not None]
-                for name in set().union(*map(bound_names, items)):
+                for name in set().union(*map(_stored, items)):
                     self.bindings.setdefault(name, []).append(bound)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 for name, found in imported(node, late=False):
                     if name == "*":
                         self.stars.append(found)
                     else:
-                        self.bindings.setdefault(name, []).append(Binding(node, tests, found))
+                        self.bindings.setdefault(name, []).append(Binding(node, tests, found, optional))
             elif isinstance(node, Definition):
                 self.bindings.setdefault(node.name, []).append(bound)
                 for root, *rest in map(dotted, node.decorator_list):
                     if rest:
                         self.changes.setdefault(root, []).append(bound)
             else:
-                for name in bound_names(node):
+                for name in bound_names(ast.Module([node], []))[0]:
                     self.bindings.setdefault(name, []).append(bound)
                 changed = {chain.root for chain in self.uses(node).changed}
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -349,10 +383,11 @@ class Source:
             found = self._uses[id(node)] = Uses(node)
         return found
 
-    def text(self, node: ast.AST) -> str:
-        if id(node) not in self._texts:
-            self._texts[id(node)] = write_tree(node)
-        return self._texts[id(node)]
+    def text(self, node: ast.AST, documented: bool) -> str:
+        place = (id(node), documented)
+        if place not in self._texts:
+            self._texts[place] = write_tree(node, documented)
+        return self._texts[place]
 
     @functools.cached_property
     def definitions(self) -> dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]]:
@@ -368,6 +403,13 @@ class Source:
             waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
         return found
 
+    def classes(self, name: str) -> list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]:
+        """Classes of this name, each with what is assigned in it: to its attributes, and to those of objects."""
+        if name not in self._classes:
+            found = [one for place, pairs in self.definitions.items() if place[0] == name for one, _ in pairs]
+            self._classes[name] = [(one, [*_assigned(one)]) for one in found if isinstance(one, ast.ClassDef)]
+        return self._classes[name]
+
     @functools.cached_property
     def codes(self) -> dict[tuple[str, str], list[int]]:
         """The lines of functions, by their name and by what this Python compiles from them."""
@@ -382,9 +424,26 @@ class Source:
         if edited:
             lines = self.codes.get((code.co_name, write_code(code)), [])
             line = min(lines, key=lambda one: abs(one - line), default=-1)
-        found = [pair for pair in self.definitions.get((code.co_name, line), []) if isinstance(pair[0], Function)]
+        found = self.definitions.get((code.co_name, line), [])
+        counts = [code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount]
+        found = [pair for pair in found if isinstance(pair[0], Function) and counts == _counts(pair[0].args)]
         # Lambdas that begin in one line cannot be told apart. The statement around them says what each of them is for.
         return None if not found else found[0][0] if len(found) == 1 else found[0][1]
+
+
+def _assigned(node: ast.ClassDef) -> Iterator[tuple[ast.stmt, set[str]]]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            names = [one for target in targets for one in ast.walk(target)]
+            attributes = {one.attr for one in names if isinstance(one, ast.Attribute)}
+            own = {one.id for one in names if isinstance(one, ast.Name)} if part in node.body else set()
+            if attributes | own:
+                yield part, attributes | own
+
+
+def _counts(args: ast.arguments) -> list[int]:
+    return [len(args.posonlyargs), len(args.posonlyargs + args.args), len(args.kwonlyargs)]
 
 
 @functools.lru_cache(maxsize=512)
@@ -450,7 +509,7 @@ class Project:
         self._modules: dict[tuple[str, bool], Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
         self._causes: dict[Any, str] = {}
-        self._within: dict[tuple[str, str], dict[str, str]] = {}
+        self._unstable: dict[type, set[str]] = {}
         self._inside: set[tuple[str, str]] = set()
 
     def _is_users_file(self, file: str | None, module: str | None) -> bool:
@@ -476,7 +535,7 @@ class Project:
         """A module of the user; None: it is another one, or is missing."""
         if (name, late) not in self._modules:
             loaded = sys.modules.get(name)
-            file, folders = getattr(loaded, "__file__", None), [*getattr(loaded, "__path__", [])]
+            file, folders = _file_of(loaded), [*getattr(loaded, "__path__", [])]
             if loaded is None:
                 parent = self.module(name.rpartition(".")[0], late) if "." in name else None
                 spec = None
@@ -503,6 +562,17 @@ class Project:
             self._spaces[id(space), file] = Module(name, file, space)
         return self._spaces[id(space), file]
 
+    def bindings(self, module: Module, name: str) -> list[Binding]:
+        """What binds a name, without what is replaced for sure."""
+        kept: list[Binding] = []
+        for bound in reversed(module.source.bindings.get(name, [])):
+            kept.insert(0, bound)
+            is_new = bound.imported is not None or isinstance(bound.statement, Definition)
+            again = [dotted(one)[:1] for one in getattr(bound.statement, "decorator_list", [])]
+            if is_new and not bound.optional and [name] not in again:
+                break
+        return kept
+
     def binds(self, module: Module, name: str, late: bool) -> bool:
         value = module.values.get(name)
         is_live = name in module.values and not isinstance(value, types.ModuleType)
@@ -520,23 +590,25 @@ class Project:
         self._inside.discard(place)
         return giving
 
-    def causes_within(self, module: Module, name: str) -> dict[str, str]:
-        """Why differs what functions and classes of this name assign: variables; attributes begin with a dot."""
-        place = (module.file, name)
-        if place not in self._within:
-            found = self._within[place] = dict[str, str]()
-            for node in (one for key, pairs in module.source.definitions.items() for one, _ in pairs if key[0] == name):
-                for part in ast.walk(node):
-                    if isinstance(part, _ASSIGNMENTS) and (cause := self.cause_in(module, part, frozenset())):
-                        found |= dict.fromkeys(_assigned(part, node), cause)
-        return self._within[place]
+    def unstable_attributes(self, cls: type) -> set[str]:
+        """The attributes that a class computes anew at each start."""
+        known = self._unstable
+        if cls not in known:
+            known[cls] = set()
+            module = self.module(cls.__module__, late=False) if self.owns(cls) else None
+            for _, assigned in module.source.classes(cls.__name__) if module is not None else ():
+                for statement, names in assigned:
+                    if cause := self.cause_in(module, statement, frozenset()):  # type: ignore[arg-type]
+                        known[cls] |= names
+                        self.left |= {f"{cls.__qualname__}.{one} ({cause})": None for one in sorted(names)}
+        return known[cls]
 
     def cause_of(self, module: Module, name: str, seen: frozenset[Any]) -> str:
         place = (module.file, name, module.live)
         if place in self._causes or place in seen:
             return self._causes.get(place, "")
         source = module.source
-        statements = [*module.source.bindings.get(name, []), *source.changes.get(name, []), *source.given.get(name, [])]
+        statements = [*self.bindings(module, name), *source.changes.get(name, []), *source.given.get(name, [])]
         found = (self.cause_in(module, one.statement, seen | {place}) for one in statements if one.imported is None)
         self._causes[place] = next(filter(None, found), "")
         return self._causes[place]
@@ -553,7 +625,7 @@ class Project:
         for chain in uses.chains:
             bound = chain.imported
             if bound is None:
-                bindings = module.source.bindings.get(chain.root, [])
+                bindings = self.bindings(module, chain.root)
                 imports = [one.imported for one in bindings if one.imported is not None]
                 if not imports:
                     cause = self.cause_of(module, chain.root, seen) if bindings else ""
@@ -573,23 +645,22 @@ class Project:
         return ""
 
 
-def _assigned(part: ast.AST, node: ast.AST) -> set[str]:
-    """What an assignment in a function or class binds, or its arguments."""
-    if isinstance(part, ast.arguments):
-        return {one.arg for one in ast.walk(part) if isinstance(one, ast.arg)}
-    targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", part)]
-    parts = [one for target in targets for one in ast.walk(target)]
-    is_field = isinstance(node, ast.ClassDef) and part in node.body
-    names = {f".{one.id}" if is_field else one.id for one in parts if isinstance(one, ast.Name)}
-    return names | {f".{one.attr}" for one in parts if isinstance(one, ast.Attribute)}
-
-
 def absolute(module: Module, bound: Import) -> str:
     """The module that an import names."""
     if not bound.level:
         return bound.module
     package = module.package.split(".")
     return ".".join([*package[: len(package) - bound.level + 1], *([bound.module] if bound.module else [])])
+
+
+def _file_of(module: types.ModuleType | None) -> str | None:
+    """Where its functions come from: dill may have put another file's name there."""
+    file: str | None = getattr(module, "__file__", None)
+    parts = [*vars(module).values()] if module is not None else []
+    parts += [part for one in parts if isinstance(one, type) for part in vars(one).values()]
+    codes = [one.__code__ for one in parts if isinstance(one, types.FunctionType)]
+    name = os.path.basename(str(file))  # noqa: PTH119
+    return next((code.co_filename for code in codes if os.path.basename(code.co_filename) == name), file)  # noqa: PTH119
 
 
 def fingerprint(thing: Any) -> str:

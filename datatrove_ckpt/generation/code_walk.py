@@ -1,7 +1,7 @@
 """What the user's code is: the source that a rollout reaches, and the values that its source does not show.
 
     a name               is looked up in its own module, and through its imports; never anywhere else
-    a function           joins with its text (comments and layout do not count), and with all that the text names
+    a function           joins with its text, and with all that the text names
     a class              joins whole, with its bases; so does a module that is used as a value
     a variable           counts by its value if that is plain (a prompt, a dict, a path): only the parts that are used
     another variable     counts by its source; functions and objects of the user in its value join
@@ -35,10 +35,13 @@ from datatrove_ckpt.generation.code_modules import (
     TEXT_FILES,
     Binding,
     Definition,
+    Function,
     Import,
     Module,
     Project,
     absolute,
+    bound_names,
+    dotted,
     fingerprint,
     is_importable,
 )
@@ -58,6 +61,10 @@ from datatrove_ckpt.generation.code_values import (
 )
 from datatrove_ckpt.generation.syntax import loaded_names, write_code
 
+_DESCRIBING = {
+    *("__doc__", "getdoc", "get_type_hints", "__annotations__", "get_annotations", "signature", "getsource"),
+    *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
+}
 _MAX_FILE = 2**20
 _PLAIN = (str, int, float, dict, list, set, tuple)
 _MISSING = object()
@@ -79,9 +86,8 @@ class Description(NamedTuple):
         own: those fields that describe what a pickle holds by value.
         counts: how many things of one name are among them.
         edges: what that uses of modules that can be imported.
-        state: what is known to change while the rollout runs.
+        state, documented: what it says about all the rest.
         left: what is not compared, and why.
-        names: of the script, which its functions read while they run.
     """
 
     fields: dict[str, object]
@@ -90,14 +96,8 @@ class Description(NamedTuple):
     counts: dict[str, int]
     edges: list[tuple[object, ...]]
     state: frozenset[tuple[str, ...]]
-    documented: bool  # read by version 3 alone
+    documented: bool
     left: list[str]
-    names: frozenset[str] = frozenset()
-
-    @property
-    def modules(self) -> set[str]:
-        """What can be imported, of that by which a pickle goes on."""
-        return {str(edge[0]) for edge in self.edges}
 
 
 class _Step(NamedTuple):
@@ -107,6 +107,7 @@ class _Step(NamedTuple):
     called: bool = False
     runs: bool = False
     changed: bool = False
+    in_place: bool = False
     writes: bool = False
 
 
@@ -129,12 +130,16 @@ class Walk:
     Args:
         project: what walks before this one have found, too.
         state: what is known to change while the rollout runs.
+        documented: docstrings and hints count.
         before: the fields that are known already, of what came by value.
     """
 
-    def __init__(self, project: Project, state: frozenset[tuple[str, ...]], before: Description | None) -> None:
-        self._user, self._known_state = project, state
+    def __init__(
+        self, project: Project, state: frozenset[tuple[str, ...]], documented: bool, before: Description | None
+    ) -> None:
+        self._user, self._known_state, self.documented = project, state, documented
         self.state: set[tuple[str, ...]] = set()
+        self.saw_describing = False
         self._before = before
         self._found: dict[object, _Found] = {}
         self._inside: set[tuple[str, str]] = set()
@@ -144,7 +149,6 @@ class Walk:
         self._edges: dict[tuple[object, ...], None] = {}
         self._words: dict[tuple[str, str], None] = {}
         self._changing: dict[type, LeftOut] = {}
-        self._names = before.names if before is not None else frozenset[str]()
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -152,34 +156,43 @@ class Walk:
         """Follows what a part of a module names."""
         uses = module.source.uses(node)
         decorators = [module.source.uses(one) for one in getattr(node, "decorator_list", [])]
+        self.saw_describing |= not _DESCRIBING.isdisjoint(uses.words)
         self._words |= dict.fromkeys((word, module.folder) for word in uses.texts)
         origin.writes |= uses.writes
         origin.files |= dict.fromkeys((name, module.folder) for name in uses.files)
         if runs:
             self._attributes |= uses.attributes
             self._running |= uses.words.difference(*(one.words for one in decorators))
-            self.state |= {(module.name, name) for name in uses.rebound}
+            self.state |= {(module.name, name, "rebound") for name in uses.rebound}
         built = {chain for one in decorators for chain in one.chains}
         for chain in uses.chains:
-            step = _Step(chain.path, chain.called, runs and chain not in built, chain in uses.changed, uses.writes)
-            if chain.root in cells:
-                continue
-            if chain.imported is not None:
+            place = uses.changed.get(chain)
+            step = _Step(
+                chain.path, chain.called, runs and chain not in built, place is not None, bool(place), uses.writes
+            )
+            if chain.root in cells:  # a module that the enclosing function has imported
+                name = (
+                    getattr(cells[chain.root], "__name__", "")
+                    if isinstance(cells[chain.root], types.ModuleType)
+                    else ""
+                )
+                if (found := self._user.module(name, late=False) if name else None) is not None:
+                    self._in_module(origin, found, step, late=False)
+            elif chain.imported is not None:
                 self._import(origin, module, chain.root, chain.imported, step)
             else:
-                self._names |= {chain.root} if step.runs and module.name == "__main__" else set()
                 self._name(origin, module, chain.root, step)
         if uses.computes_import:
             self._user.left[f"the module that {origin.where} imports by a computed name"] = None
 
     def _name(self, origin: _Found, module: Module, name: str, step: _Step) -> None:
-        bindings, place = module.source.bindings.get(name, []), (module.file, name)
+        bindings, place = self._user.bindings(module, name), (module.file, name)
         if place in self._inside:  # modules that take it from each other
             return
         self._inside.add(place)
         for bound in bindings:
             for test in bound.tests:
-                origin.texts.append(module.source.text(test))
+                origin.texts.append(module.source.text(test, self.documented))
                 self._use(origin, module, test, False, {})
             if bound.imported is not None:
                 self._import(origin, module, name, bound.imported, step)
@@ -232,7 +245,7 @@ class Walk:
         origin = origin or _Found("", module.name, own=False)
         if name is None:
             for each in module.source.bindings:
-                is_own = any(bound.imported is None for bound in module.source.bindings.get(each, []))
+                is_own = any(bound.imported is None for bound in self._user.bindings(module, each))
                 if is_own and (each == "__getattr__" or not each.startswith("__")):
                     self._reach(origin, module, each, step)
         elif label is not None:
@@ -249,7 +262,7 @@ class Walk:
             found = self._found[key_] = _Found(name, _where(module, name), module.travels)
         before = (found.label, len(found.paths), found.runs, found.no_files)
         if step.changed and step.runs:
-            self.state.add((module.name, name, *path))
+            self.state.add((module.name, name, "changed" if step.in_place or path else "rebound", *path))
         found.label, found.root = (label, True) if label is not None else (found.label, found.root)
         found.paths[path] = None
         found.runs |= step.runs
@@ -261,7 +274,7 @@ class Walk:
 
     def _visit(self, found: _Found, module: Module, name: str) -> None:
         found.texts, found.values, found.files = [], {}, {}
-        statements = [one for one in module.source.bindings.get(name, []) if one.imported is None]
+        statements = [one for one in self._user.bindings(module, name) if one.imported is None]
         statements += [one for one in module.source.changes.get(name, []) if one not in statements]
         value = module.values.get(name, _MISSING)
         if name == "__doc__":  # as written, since Python 3.13 changes its indentation
@@ -273,8 +286,11 @@ class Walk:
             if value is not _MISSING:
                 self._look_at_definition(found, module, name, value)
             return
-        state = [one[2:] for one in self._known_state if one[:2] == (module.name, name)]
+        rebound = (module.name, name, "rebound") in self._known_state
+        state = [one[3:] for one in self._known_state if one[:3] == (module.name, name, "changed")]
         paths = [one for one in _shortest(found.paths) if one not in state]
+        if rebound:
+            return
         plain, fields, is_state = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any](), () in state
         for path in paths if value is not _MISSING else ():
             part, rest = _follow(value, path)
@@ -302,16 +318,28 @@ class Walk:
 
     def _take(self, found: _Found, module: Module, bound: Binding, runs: bool) -> None:
         node = bound.statement
-        found.texts.append(module.source.text(node))
+        described = self.documented or self._is_described(module, node)
+        found.texts.append(module.source.text(node, described))
         for test in bound.tests:
-            found.texts.append(module.source.text(test))
+            found.texts.append(module.source.text(test, described))
             self._use(found, module, test, False, {})
         self._use(found, module, node, runs, {})
+
+    def _is_described(self, module: Module, node: ast.AST) -> bool:
+        """A library may read docstring and hints of what it decorates, or of a class that inherits from it."""
+        for one in [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]:
+            root, *path = dotted(one) or [""]
+            imports = [absolute(module, each.imported) for each in self._user.bindings(module, root) if each.imported]
+            ours = {*sys.stdlib_module_names, *PIPELINE}
+            foreign = [base for base in imports if base.partition(".")[0] not in ours]
+            if path[-1:] == ["register"] or any(self._user.module(base, not module.live) is None for base in foreign):
+                return True
+        return False
 
     def _look_at_definition(self, found: _Found, module: Module, name: str, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
         definitions = [
-            one.statement for one in module.source.bindings.get(name, []) if isinstance(one.statement, Definition)
+            one.statement for one in self._user.bindings(module, name) if isinstance(one.statement, Definition)
         ]
         spans = [range((one.decorator_list or [one])[0].lineno, (one.end_lineno or 0) + 1) for one in definitions]  # type: ignore[list-item]
 
@@ -356,19 +384,22 @@ class Walk:
         if module is None:
             return False
         top = cls.__qualname__.partition(".")[0]
-        is_known = any(isinstance(one.statement, Definition) for one in module.source.bindings.get(top, []))
-        if is_known:
+        if any(isinstance(one.statement, ast.ClassDef) for one in self._user.bindings(module, top)):
             self._go(origin, module, top, _Step(runs=True))
-        for method in methods:  # of a class without source, or that a function has made
-            if method.__code__.co_filename == module.file and (cells(method) or not is_known):
-                self._function(origin, method)
-        return is_known
+            return True
+        nodes = [node for node, _ in module.source.classes(cls.__name__)]
+        if nodes and cls not in self._found:
+            found = self._found[cls] = _Found(cls.__name__, _where(module, cls.__qualname__), origin.own)
+            found.is_code = True
+            for node in nodes:
+                self._take(found, module, Binding(node, ()), runs=True)
+        return bool(nodes)
 
     def _function(self, origin: _Found, function: types.FunctionType, label: str | None = None) -> None:
         module = self._user.space(function)
         code, top = function.__code__, function.__qualname__.partition(".")[0]
         node = module.source.find(code, module.was_edited)
-        within = [one.statement for one in module.source.bindings.get(top, []) if isinstance(one.statement, Definition)]
+        within = [one.statement for one in self._user.bindings(module, top) if isinstance(one.statement, Definition)]
         line = getattr(node, "lineno", 0)
         is_top = any(node is one or one.lineno <= line <= (one.end_lineno or 0) for one in within)
         if "<locals>" not in function.__qualname__ and is_top and node is not None:
@@ -391,22 +422,24 @@ class Walk:
         changed = dict[str, set[Path]]()
         if node is None:
             found.bytecode.append(write_code(function.__code__))
-            names = loaded_names(function.__code__)
-            self._names |= names if module.name == "__main__" else set()
-            for name in sorted(names):
+            for name in sorted(loaded_names(function)):
                 if name in module.values:
                     self._reach(found, module, name, _Step(runs=True))
         else:
-            found.texts.append(module.source.text(node))
+            is_documented = self.documented or self._is_described(module, node)
+            found.texts.append(module.source.text(node, is_documented))
             uses = module.source.uses(node)
-            changed = {name: {*paths} for name, paths in uses.arguments.items()}
+            if not is_documented:  # hints are a use before Python 3.14, and none since
+                named = {"__class__", *uses.rebound, *(chain.root for chain in uses.chains)}
+                closed = {name: value for name, value in closed.items() if name in named}
+            changed = {name: {()} for name in uses.rebound}
             for chain in uses.changed:
                 keys = itertools.takewhile(lambda one: one.startswith("["), chain.path)
                 changed.setdefault(chain.root, set()).add(tuple(keys))
             self._use(found, module, node, True, closed)
-        around = [self._user.causes_within(module, outer) for outer in function.__qualname__.split(".")[:-1]]
+        around = set(function.__qualname__.split(".")[:-1])
         for name, value in closed.items():
-            cause = next((each[name] for each in around if name in each), "")
+            cause = self._cause_around(module, around, name)
             self._add(found, f".{name}", value, changed.get(name, ()), cause, module.file)
 
     def _add(
@@ -496,14 +529,26 @@ class Walk:
             found = dict[str, set[Path] | None]()
             for _, _, name, *path in (one for one in self._known_state if not one[0] and one[1] in names):
                 found[name] = {*(found.get(name) or ()), tuple(path)}
-            for each in filter(self._user.owns, cls.__mro__ if self._user.owns(cls) else ()):
-                module = self._user.module(each.__module__, late=False)
-                for name, cause in self._user.causes_within(module, each.__name__).items() if module else ():
-                    if name.startswith("."):
-                        found[name[1:]] = None
-                        self._user.left[f"{each.__qualname__}{name} ({cause})"] = None
+            for each in cls.__mro__ if self._user.owns(cls) else ():
+                found |= dict.fromkeys(self._user.unstable_attributes(each))
             self._changing[cls] = found
         return self._changing[cls]
+
+    def _cause_around(self, module: Module, around: set[str], name: str) -> str:
+        """Why a variable of an enclosing function differs."""
+        outer = [one for pairs in module.source.definitions.values() for one, _ in pairs]
+        for node in (one for one in outer if isinstance(one, Function) and getattr(one, "name", "") in around):
+            kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+            parts: list[ast.AST] = [
+                one for one in ast.walk(node) if isinstance(one, kinds) and name in bound_names(one)[0]
+            ]
+            given = (
+                [node.args] if any(one.arg == name for one in ast.walk(node.args) if isinstance(one, ast.arg)) else []
+            )
+            for cause in (self._user.cause_in(module, one, frozenset()) for one in [*parts, *given]):
+                if cause:
+                    return cause
+        return ""
 
     # the end ---------------------------------------------------------------------------------------------------------
 
@@ -549,7 +594,7 @@ class Walk:
                     fields[f"{USED}file {name}"] = f"text {digest(path)}"
                     own |= {f"{USED}file {name}": fields[f"{USED}file {name}"]} if found.own else {}
         state = frozenset(self.state | self._known_state)
-        return Description(fields, notes, own, own_counts, [*self._edges], state, True, [*self._user.left], self._names)
+        return Description(fields, notes, own, own_counts, [*self._edges], state, self.documented, [*self._user.left])
 
     def _text_file(self, name: str, folder: str) -> str | None:
         """The content of a file of the project."""
@@ -580,16 +625,17 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 def _describe(things: Mapping[str, object], before: Description | None) -> Description:
     project, changed = Project(), arguments_changed(things.get("rollout_fn"))
-    state: frozenset[tuple[str, ...]] = before.state if before is not None else frozenset()
+    state, documented = (before.state, before.documented) if before is not None else (_NOTHING, False)
     while True:
-        walk = Walk(project, state, before)
+        walk = Walk(project, state, documented, before)
         if before is None:
             for label, thing in things.items():
                 walk.root(label, thing, changed)
         walk.run(before.edges if before is not None else ())
-        if walk.state <= state:
+        grown = (state | walk.state, documented or walk.saw_describing)
+        if grown == (state, documented):
             return walk.result()
-        state |= walk.state
+        state, documented = grown
 
 
 def arguments_changed(function: object) -> dict[str, set[Path]]:
@@ -643,3 +689,6 @@ def _order_of_set(module: Module, statements: list[Binding], value: object) -> s
 
 def _where(module: Module, name: str) -> str:
     return name if module.name in (*MAIN, "builtins", "None") else f"{module.name}.{name}"
+
+
+_NOTHING: frozenset[tuple[str, ...]] = frozenset()

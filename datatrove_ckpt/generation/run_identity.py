@@ -32,9 +32,9 @@ from datatrove_ckpt.generation.code_values import digest, type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
-_VERSION = 4
+_PROCESS = secrets.token_hex(8)
+_VERSION = 3
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
-_UNDESCRIBED = 2
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 _BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
@@ -52,19 +52,18 @@ class CodeIdentity:
     """None: the code could not be described, so it is not compared."""
     fingerprint: str = ""
     """Of the functions and objects that were described."""
+    process: str = ""
+    """The process that made the step. One that it forked is the same, since it has the same functions."""
     mark: str = ""
     """Tells the pickles of this step from those of others."""
-    version: int = 3
-    """In which it was described. Pickles of version 3 do not say so."""
 
     @property
     def fields(self) -> dict[str, Any]:
         return {} if self.made is None else self.made.fields
 
 
-_described: dict[str, CodeIdentity] = {}
-"""By their mark, what this process has found for steps, or the one that forked it: a rank that ends may have changed
-its state."""
+_described: dict[tuple[str, str], CodeIdentity] = {}
+"""What this process has found for steps that another one made: a rank that ends may have changed its state."""
 
 
 def code_identity(
@@ -85,11 +84,11 @@ def code_identity(
     found = digest(*map(fingerprint, [*things.values(), *shared]))
     if when_made is not None and getattr(when_made, "made", None) is None:  # 0.1.0 kept a dict
         return CodeIdentity(None)
-    if when_made is not None and when_made.version != _VERSION:  # queued before an update: like its run's other tasks
-        return when_made
     before = None
     if when_made is not None and when_made.fingerprint == found:
-        if (known := _described.get(when_made.mark)) is not None:
+        if when_made.process == _PROCESS:
+            return when_made
+        if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
         before = when_made.made if any(map(_is_away, things.values())) else None
     try:
@@ -99,9 +98,9 @@ def code_identity(
         return CodeIdentity(None)
     if when_made is not None and when_made.fingerprint == found:  # settings when the step was made, and state later
         made.fields.update({name: value for name, value in when_made.fields.items() if _SETTING.match(name)})
-    identity = CodeIdentity(made, found, secrets.token_hex(8), _VERSION)
-    for one in (identity, when_made or identity):
-        _described[one.mark] = identity
+    identity = CodeIdentity(made, found, _PROCESS, secrets.token_hex(8))
+    if when_made is not None:
+        _described[when_made.mark, _PROCESS] = identity
     return identity
 
 
@@ -115,7 +114,7 @@ def code_of(thing: Any) -> dict[str, str]:
     except Exception:
         return {}
     python = f" in {sys.implementation.cache_tag}" if any(map(is_bytecode, fields.values())) else ""
-    return {f"code of version {_VERSION}{python}": digest(repr(sorted(fields.items())))} if fields else {}
+    return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
 def _is_away(thing: Any) -> bool:
@@ -180,7 +179,7 @@ def run_identity(
         "output_folder": writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
-    version = {"identity_version": code.version if code.made is not None else _UNDESCRIBED}
+    version = {"identity_version": _VERSION if code.made is not None else _VERSION - 1}
     notes = (
         {} if code.made is None else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
     )

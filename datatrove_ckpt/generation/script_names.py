@@ -2,8 +2,7 @@
 
 dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
 function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
-helper of its script would fail with ``NameError``. So a step also carries what its functions name, which the walk
-through the code has found (``code_walk.py``).
+helper of its script would fail with ``NameError``. So a step also carries what its functions name.
 
     the program that unpickles           what happens
     imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
@@ -24,11 +23,10 @@ wherever it sits: attributes of classes and objects, default arguments, closures
 from __future__ import annotations
 
 import functools
-import io
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +35,8 @@ from loguru import logger
 
 from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
-from datatrove_ckpt.redaction import environment_secrets, is_surely_secret
+from datatrove_ckpt.generation.syntax import loaded_names
+from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
 _collecting = threading.local()
 
@@ -56,8 +55,8 @@ class ScriptNames(NamedTuple):
     left: dict[str, str]
 
 
-def collect(used: Iterable[str]) -> ScriptNames | None:
-    """What stands in the script under the names that functions use.
+def collect(*things: object) -> ScriptNames | None:
+    """The names of the script that these functions and objects use, by themselves or through each other.
 
     None if no name is used, or if a value is being looked at that holds the step itself.
     """
@@ -65,12 +64,22 @@ def collect(used: Iterable[str]) -> ScriptNames | None:
     if not carries():
         return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
+    waiting, seen = list(things), dict[int, object]()
     with nothing_carried():
-        for name in sorted(name for name in used if name in vars(main) and not name.startswith("__")):
-            if reason := _stays(name, value := vars(main)[name]):
-                found.left[name] = reason
-            else:
-                found.values[name] = value
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) in seen:
+                continue
+            seen[id(thing)] = thing  # kept, so that no other object gets its id
+            waiting += _parts(thing)
+            for name in _names(thing, main):
+                if name not in found.values and name not in found.left:
+                    value = vars(main)[name]
+                    if reason := _stays(name, value):
+                        found.left[name] = reason
+                    else:
+                        found.values[name] = value
+                        waiting.append(value)
     return found if found.values or found.left else None
 
 
@@ -89,10 +98,12 @@ def restore(names: ScriptNames) -> None:
             )
 
 
-def say_missing(modules: Iterable[str]) -> None:
-    """Logs which of these modules only this script finds: Python puts a script's folder on its path."""
+def say_missing(*things: object) -> None:
+    """Logs which modules of the job only this script finds: Python puts a script's folder on its path."""
     paths = [Path(entry).resolve() for entry in sys.path]
-    for name in sorted({name.partition(".")[0] for name in modules}):
+    modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
+    tops = {name.partition(".")[0] for name in modules} - {"__main__"}
+    for name in sorted(tops):
         spec = getattr(sys.modules.get(name), "__spec__", None)
         places = [*(getattr(spec, "submodule_search_locations", None) or [])]
         if not places and getattr(spec, "has_location", False):  # else it is built in
@@ -105,6 +116,13 @@ def say_missing(modules: Iterable[str]) -> None:
                 f"The rollout uses the module {name} of {folder}, which is on the path of this script alone. The tasks "
                 f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or install the module."
             )
+
+
+def _module_of(thing: object) -> str:
+    if isinstance(thing, functools.partial):
+        return _module_of(thing.func)
+    owner = thing if isinstance(thing, type | types.FunctionType) else type(thing)
+    return str(owner.__module__)
 
 
 @contextmanager
@@ -134,24 +152,73 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
+def _parts(thing: object) -> Iterator[Any]:
+    """The functions and classes of the script that belong to an object."""
+    if isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, types.FunctionType):
+        yield from (value for _, value in cells(thing))
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        yield getattr(thing, "__wrapped__", None)
+    elif isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, list | tuple):
+        yield from thing
+    elif isinstance(thing, type):
+        if thing.__module__ == "__main__":
+            yield from thing.__bases__
+            for value in vars(thing).values():
+                yield from (value.fget, value.fset) if isinstance(value, property) else (value,)
+    elif isinstance(thing, staticmethod | classmethod):
+        yield thing.__func__
+    elif type(thing).__module__ == "__main__":
+        yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
+
+
+def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
+    if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
+        for name in sorted(loaded_names(thing)):
+            if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
+                yield name
+
+
 def _stays(name: str, value: object) -> str:
     """Why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
     try:
-        found = secrets_in(name, value)
+        places = secrets_in(name, value)
     except Exception as error:  # whatever the value's own __reduce__ raises
         return f"it cannot be pickled ({type(error).__name__}: {error})"
-    if not found:
+    if not places:
         return ""
-    return "it looks like a secret" if found == [name] else f"it holds what looks like a secret ({', '.join(found)})"
+    return "it looks like a secret" if places == [name] else f"it holds what looks like a secret ({', '.join(places)})"
 
 
 # secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
+class _Sink:
+    """The file of a pickle that nobody keeps. Notes which of some texts pass through."""
+
+    def __init__(self, texts: Mapping[bytes, str]) -> None:
+        self._texts = texts
+        self._tail = b""
+        self._longest = max(map(len, texts), default=0)
+        self.found: dict[str, None] = {}
+
+    def write(self, data: bytes) -> None:
+        if not self._longest:
+            return
+        data = self._tail + bytes(data)
+        self.found |= {name: None for text, name in self._texts.items() if text in data}
+        self._tail = data[-self._longest :]
+
+
 def secrets_in(name: str, value: object) -> list[str]:
-    """What is a secret in what a pickle of this value holds by value: names of attributes, keys and arguments.
+    """The places of secrets in what a pickle of this value holds by value, as words for a message.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -160,61 +227,86 @@ def secrets_in(name: str, value: object) -> list[str]:
         return [name]
     import dill  # type: ignore[import-untyped]
 
-    look = _Look()
-    pickled = io.BytesIO()
-    pickler = dill.Pickler(pickled)
+    look = _Look(name)
+    sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
+    pickler = dill.Pickler(sink)
     pickler.persistent_id = look  # called with each object that is written
     pickler.dump(value)
-    if found := look.names():
-        return list(dict.fromkeys(found))
-    if look.has_key:
-        return [f"a text in {name}"]
-    variables = environment_secrets(is_surely_secret).items()
-    data = pickled.getvalue()
-    return [f"the value of the environment variable {name}" for name, value in variables if value.encode() in data]
+    places = dict.fromkeys(look.places())
+    if not places:
+        places = {f"the value of the environment variable {variable}": None for variable in sink.found}
+    return list(places)
 
 
 class _Look:
-    """Sees each object that a pickle writes. ``has_key``: a text has the form of a key."""
+    """Sees each object that a pickle writes."""
 
-    def __init__(self) -> None:
-        self.has_key = False
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
+        self._owners: dict[int, str] = {}
+        self._classes: list[type] = []
         self._functions: list[types.FunctionType] = []
         self._codes: set[int] = set()
-        self._names: list[str] = []
+        self._places: list[str] = []
+        self._unnamed = False
 
     def __call__(self, thing: object) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
         if isinstance(thing, str | bytes | bytearray):
-            self.has_key |= is_surely_secret("", thing)
+            self._unnamed |= is_surely_secret("", thing)
         elif isinstance(thing, dict):
-            if not _is_of_module(thing):
-                self._look_at(thing.items())
+            owner = self._owners.get(id(thing), self._name)
+            if owner and not _is_of_module(thing):
+                self._look_at(owner, thing)
         elif isinstance(thing, types.FunctionType):
             self._functions.append(thing)
         elif isinstance(thing, types.CodeType):
             self._codes.add(id(thing))
+        elif isinstance(thing, type):
+            self._classes.append(thing)
         elif isinstance(thing, CodeIdentity):  # hashes, under the names of what they stand for
-            self._objects |= {id(made): made for made in thing.made or ()}
-        elif isinstance(thing, functools.partial):
-            code = getattr(thing.func, "__code__", None)
-            names = code.co_varnames if isinstance(code, types.CodeType) else ()
-            self._look_at([*zip(names, thing.args, strict=False), *thing.keywords.items()])
-        elif isinstance(thing, tuple) and isinstance(fields := getattr(thing, "_fields", None), tuple):
-            self._look_at(zip(fields, thing, strict=False))
+            self._owners |= dict.fromkeys(map(id, thing.made or ()), "")
+        else:
+            self._of_object(thing)
 
-    def names(self) -> list[str]:
-        """Under which secrets are written."""
+    def places(self) -> Iterator[str]:
+        """Where the secrets are. One that only its form shows has a place if no other is found."""
+        found = list(self._places)
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written
-                self._look_at(_variables(function))
-        return self._names
+                found += [
+                    f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
+                ]
+        yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
 
-    def _look_at(self, values: Iterable[tuple[object, object]]) -> None:
-        self._names += [name for name, value in values if isinstance(name, str) and _holds(name, value)]
+    def _of_object(self, thing: object) -> None:
+        if isinstance(thing, Veil):
+            self._owners[id(thing.value)] = thing.name
+        if isinstance(own := getattr(thing, "__dict__", None), dict):
+            self._owners[id(own)] = type(thing).__qualname__
+        if isinstance(thing, tuple) and isinstance(fields := getattr(thing, "_fields", None), tuple):
+            self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
+        if isinstance(thing, functools.partial):
+            code = getattr(thing.func, "__code__", None)
+            names = code.co_varnames if isinstance(code, types.CodeType) else ()
+            self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
+
+    def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:
+        for name, value in values.items():
+            if not isinstance(name, str):
+                continue
+            # Of a class, dill writes a copy of its dict.
+            classes = (cls.__qualname__ for cls in self._classes if vars(cls).get(name) is value)
+            place = f"{next(classes, owner)}.{name}"
+            inside = [
+                part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, dict)
+            ]
+            self._owners = dict.fromkeys(map(id, inside), place) | self._owners  # they come later
+            if _holds(name, value):
+                self._places.append(place)
 
 
 def _holds(name: str, value: object) -> bool:

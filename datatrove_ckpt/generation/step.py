@@ -157,8 +157,8 @@ class Step(PipelineStep):
         state = {**self.__dict__, "_code_when_made": self.code()}
         if not script_names.carries():
             return state
-        made = self.code().made
-        if (names := script_names.collect(made.names if made is not None else ())) is not None:
+        adapter = getattr(self.output_writer, "adapter", None)
+        if (names := script_names.collect(self.rollout_fn, self.shared_context, adapter)) is not None:
             state["_script_names"] = names
         _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
         return state
@@ -184,8 +184,7 @@ class Step(PipelineStep):
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)
-        made = self.code().made
-        script_names.say_missing(made.modules if made is not None else ())
+        script_names.say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()))
 
 
 # Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is, with its secrets.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import json
 import threading
 import types
 import warnings
@@ -19,13 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
+_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _STRINGS = {"JoinedStr", "TemplateStr"}  # the second is new in Python 3.14
 # The context follows from the parent node; the kind tells u"" from "".
 _IGNORED_FIELDS = {"ctx", "kind", "type_comment"}
-_SCOPES = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
-)
 _ATTEMPTS = 20
 _lock = threading.RLock()
 
@@ -60,21 +58,48 @@ def _alone(work: Callable[[], _Result]) -> _Result:
 # trees as text -------------------------------------------------------------------------------------------------------
 
 
-def write_tree(tree: ast.AST) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+def write_tree(tree: ast.AST, documented: bool = True) -> str:
+    """A syntax tree as ASCII text: equal for equal trees, on any Python version.
+
+    Args:
+        documented: with docstrings and type hints. Without, only those of the fields of classes are left.
+    """
     # A stack, not recursion: a chain of a few hundred operators or elifs is a tree as deep.
     written: list[str] = []
-    waiting: list[object] = [tree]
+    waiting: list[ast.AST | str] = [tree]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, ast.AST):
-            waiting += reversed(_written_parts(item))
+        if isinstance(item, str):
+            written.append(item)
         else:
-            written.append(str(item))
+            waiting += reversed(_written_parts(item if documented else _without_hints(item), documented))
     return "".join(written)
 
 
-def _written_parts(node: ast.AST) -> list[object]:
+class _Field(ast.AnnAssign):
+    """A field of a class, whose hint counts."""
+
+
+def _without_hints(node: ast.AST) -> ast.AST:
+    """The node, or a copy of it, without docstring and hints of its own."""
+    if isinstance(node, ast.AnnAssign) and not isinstance(node, _Field):
+        # Without a value, it only makes a name local, which an assignment does, too.
+        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
+    if isinstance(node, ast.arg):
+        return ast.arg(node.arg)
+    if not isinstance(node, _Documented):
+        return node
+    fields = dict(ast.iter_fields(node))
+    body = fields["body"][1:] if _docstring(node) is not None else fields["body"]
+    if isinstance(node, ast.ClassDef):
+        body = [_Field(**dict(ast.iter_fields(one))) if isinstance(one, ast.AnnAssign) else one for one in body]
+    else:
+        fields |= {"returns": None, "type_params": []}
+        body = [one for one in body if not isinstance(one, ast.AnnAssign) or one.value]
+    return type(node)(**{**fields, "body": body or [ast.Pass()]})
+
+
+def _written_parts(node: ast.AST, documented: bool) -> list[ast.AST | str]:
     """A node as text and nodes. Empty fields are left out: newer versions have more of them."""
     if isinstance(node, ast.Constant):
         return [_written_value(node.value)]
@@ -85,7 +110,9 @@ def _written_parts(node: ast.AST) -> list[object]:
             return [_written_value("".join(_text(part) for part in parts))]  # f"text" is "text"
     elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
         fields["format_spec"] = None  # f"{x:}" is f"{x}"
-    written: list[object] = [f"({type(node).__name__}"]
+    elif documented and isinstance(node, _Documented) and (docstring := _docstring(node)) is not None:
+        fields |= {"docstring": docstring, "body": node.body[1:]}
+    written: list[ast.AST | str] = [f"({type(node).__name__}"]
     for name, value in fields.items():
         if isinstance(value, list) and value:
             written += [f" {name}=[", *(item for element in value for item in (_written_element(element), ",")), "]"]
@@ -94,7 +121,7 @@ def _written_parts(node: ast.AST) -> list[object]:
     return [*written, ")"]
 
 
-def _written_element(value: object) -> object:
+def _written_element(value: ast.AST | str | int | None) -> ast.AST | str:
     if value is None:
         return "_"  # {**x} has a key that is absent, {None: x} has the constant None
     return value if isinstance(value, ast.AST) else _written_value(value)
@@ -102,11 +129,24 @@ def _written_element(value: object) -> object:
 
 def _written_value(value: object) -> str:
     """A constant of Python, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
+    if isinstance(value, str):
+        # json.dumps alone would write one character beyond U+FFFF as the two surrogates that a string may hold, too.
+        return json.dumps(value, ensure_ascii=False).encode("ascii", "backslashreplace").decode("ascii")
+    if isinstance(value, bytes):
+        return f"bytes {value.hex()}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return hex(value)  # str() refuses more than 4300 digits
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, complex):
+        return f"complex {value.real.hex()} {value.imag.hex()}"
     if isinstance(value, tuple):
         return f"tuple({','.join(map(_written_value, value))})"
     if isinstance(value, frozenset):
         return f"set({','.join(sorted(map(_written_value, value)))})"
-    return write_code(value) if isinstance(value, types.CodeType) else ascii(value)
+    if isinstance(value, types.CodeType):
+        return write_code(value)
+    return ascii(value)  # None, True, False, ..., and slices of those above
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
@@ -122,6 +162,31 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 
 def _text(part: ast.expr) -> str:
     return str(part.value) if isinstance(part, ast.Constant) else ""
+
+
+def _docstring(node: _Documented) -> str | None:
+    """An f-string without fields is no docstring, though it is written as one.
+
+    A function that is moved into a class is the same one, so the indentation that the lines share is removed. Here,
+    since ``inspect.cleandoc`` and ``textwrap.dedent`` depend on the Python version. Other space counts: before Python
+    3.13 all of it is in ``__doc__``.
+    """
+    first = node.body[0]
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    return _without_common_indent(first.value.value) if is_text else None  # type: ignore[attr-defined]
+
+
+def _without_common_indent(docstring: str) -> str:
+    first, *rest = docstring.split("\n")
+    texts = [line for line in rest if line.strip(" \t")] or rest
+    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in texts]
+    common = min(indents, key=len, default="")
+    while not all(indent.startswith(common) for indent in indents):  # tabs and spaces
+        common = common[:-1]
+    # A line that is shorter than the indentation is empty.
+    return "\n".join([first, *(line[len(common) :] for line in rest)])
 
 
 # code objects as text ------------------------------------------------------------------------------------------------
@@ -140,26 +205,12 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_codes(constant)
 
 
-def compile_part(node: ast.AST) -> types.CodeType | None:
-    """Code of a part of a module, whose nested codes say what is global in which function.
-
-    None for a part without scopes of its own, and for one that is a part of a function.
-    """
-    if not any(isinstance(one, _SCOPES) for one in ast.walk(node)):
-        return None
-    statement = node if isinstance(node, ast.stmt) else ast.Expr(node)  # type: ignore[arg-type]
-    try:
-        return compile_tree(ast.Module([ast.fix_missing_locations(statement)], []))
-    except (SyntaxError, TypeError):  # "return" or "nonlocal" outside of a function; arguments
-        return None
-
-
-def loaded_names(code: types.CodeType) -> set[str]:
+def loaded_names(function: types.FunctionType) -> set[str]:
     """The globals, and names of built-in functions, that the code reads."""
-    return set().union(*map(_loaded, nested_codes(code)))
+    return set().union(*map(_loaded, nested_codes(function.__code__)))
 
 
 @functools.lru_cache(maxsize=10_000)
 def _loaded(code: types.CodeType) -> frozenset[str]:
-    kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    kinds = ("LOAD_GLOBAL", "LOAD_NAME")
     return frozenset(one.argval for one in dis.get_instructions(code) if one.opname.startswith(kinds))

@@ -42,7 +42,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
-from datatrove_ckpt.formatting import number_range, plural
+from datatrove_ckpt.formatting import plural, ranges
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.removal import remove_file, remove_output
@@ -196,7 +196,7 @@ class Redo:
             names = ", ".join(file.path for file in commit.files)
             yield f"{name_place(*key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
         if len(self.lost) > _NAMED_ONE_BY_ONE:
-            yield f"{place}: mark chunks {number_range(self.lost[0], self.lost[-1] + 1)} as not done"
+            yield f"{place}: mark chunks {ranges(self.lost)} as not done"
         else:
             yield from (f"{name_place(*key, index)}: mark it as not done" for index in self.lost)
         if self.rank.run.get("accepted_changes"):

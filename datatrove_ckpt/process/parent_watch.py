@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import multiprocess
 from multiprocess.process import BaseProcess

@@ -298,7 +298,8 @@ class ArrowBlocks(BlockFile):
         self._source.seek(0)
         reader = (pa.ipc.open_stream if self._stream else pa.ipc.open_file)(self._source)
         try:
-            messages = list(_messages(self._source, size, self._stream))
+            count = None if self._stream else reader.num_record_batches
+            messages = list(_messages(self._source, size, count))
         except (struct.error, IndexError) as error:
             raise EOFError("the description of a record batch cannot be read") from error
         batches = [message for kind, message in messages if kind == _RECORD_BATCH]
@@ -312,14 +313,18 @@ _Message: TypeAlias = tuple[int, tuple[int, int, int, bool]]
 """Kind; offset, rows and bytes; whether its buffers are compressed."""
 
 
-def _messages(file: IO[bytes], size: int, is_stream: bool) -> Iterator[_Message]:
+def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Message]:
     """The messages of a stream, or of the stream that a file with a table of contents holds.
+
+    Args:
+        count: the record batches of that file, whose stream may have no end (Arrow for Go before 2025); None: a stream.
 
     Raises EOFError if it was cut off, or another follows.
     """
     file.seek(0)
+    is_stream, found = count is None, 0
     offset = 0 if is_stream else max(0, file.read(_MARK_BYTES).find(b"\xff\xff\xff\xff"))
-    while True:
+    while is_stream or found != count:
         file.seek(offset)
         start = file.read(8)
         if len(start) < 8 or struct.unpack_from("<I", start)[0] != _CONTINUATION:
@@ -331,6 +336,7 @@ def _messages(file: IO[bytes], size: int, is_stream: bool) -> Iterator[_Message]
             return
         kind, rows, body, compressed = _message(file.read(length))
         yield kind, (offset, rows, body, compressed)
+        found += kind == _RECORD_BATCH
         offset += 8 + length + body
         if offset > size:
             raise EOFError("its last record batch is incomplete")

@@ -101,10 +101,10 @@ async def walrus(document: Any, generate: Any) -> Any:
     print(f"{(n := 3)}", end="", flush=not answer)
 
 
-def hinting(used: int) -> Any:
+def hinting(unused: str, used: int) -> Any:
     async def rollout(document: "Document", generate: Callable[..., Awaitable[Any]], /, *, k: Optional[int] = None) -> int:
-        count: "int" = used
-        document.metadata["k"]: "int | None" = k
+        count: unused = used
+        document.metadata["k"]: unused = k
 
         class Answer:
             """A class with annotations."""
@@ -220,7 +220,7 @@ SHAPES = {
     "trying": trying,
     "trying_groups": trying_groups,
     "walrus": walrus,
-    "hinting": hinting(1),
+    "hinting": hinting("a", 1),
     "closing": closing(2, "!", "?"),
     "reading_all": reading_all("plain", "formal"),
     "defaults": defaults,

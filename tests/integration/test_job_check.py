@@ -287,7 +287,7 @@ def two_files(tmp_path: Path) -> Path:
     [
         ([drop_odd], [], "then: reader -> drop_odd\n  now: reader\n"),
         ([drop_odd], [Hidden()], "then: reader -> drop_odd\n  now: reader -> tests.Hidden"),
-        ([KEEPS_FIRST], [KEEPS_ALL], "<lambda>, code of version 4: "),
+        ([KEEPS_FIRST], [KEEPS_ALL], "<lambda>, code: "),
     ],
     ids=["gone", "a class", "lambda"],
 )

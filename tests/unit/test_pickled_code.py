@@ -51,7 +51,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[InferenceRunne
 
     def load_elsewhere(step: InferenceRunner | bytes) -> InferenceRunner:
         pickled = step if isinstance(step, bytes) else dill.dumps(step)
-        monkeypatch.setattr(run_identity, "_described", {})
+        monkeypatch.setattr(run_identity, "_PROCESS", "another")
         loaded: InferenceRunner = dill.loads(pickled)
         return loaded
 
@@ -150,20 +150,16 @@ async def rollout(document, generate):
 """
 
 
-def used(rollout: Any) -> frozenset[str]:
-    return run_identity.code_identity(rollout, {"a": 1}).made.names
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return as_main(tmp_path, SCRIPT, monkeypatch)
 
 
 def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.ModuleType) -> None:
-    found = script_names.collect(used(functools.partial(script.rollout)))
-    assert sorted(found.values) == ["Base", "PROMPT", "Words", "helper", "json"]
+    found = script_names.collect(functools.partial(script.rollout))
+    assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
     assert found.left["API_KEY"] == "it looks like a secret"
-    assert found.left["SETTINGS"] == "it holds what looks like a secret (Authorization)"
+    assert found.left["SETTINGS"] == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
     assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
     assert len(found.left) == 3
     assert found.file == script.__file__
@@ -172,7 +168,7 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.Mo
 def test_names_are_put_only_where_the_script_is_not_loaded(
     script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    found = script_names.collect(used(script.rollout))
+    found = script_names.collect(script.rollout)
     script.PROMPT = "its own"  # type: ignore[attr-defined]
     script_names.restore(found)
     assert script.PROMPT == "its own"
@@ -188,7 +184,7 @@ def test_names_are_put_only_where_the_script_is_not_loaded(
 
 
 def test_a_function_of_a_module_carries_nothing(tmp_path: Path, script: types.ModuleType) -> None:
-    assert not used(load_changed(tmp_path, "module").rollout)
+    assert script_names.collect(load_changed(tmp_path, "module").rollout, None, {"a": 1}) is None
 
 
 def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path: Path, script: types.ModuleType) -> None:

@@ -263,6 +263,10 @@ class MetricsPort(ThreadingMixIn, TCPServer):
             shown = list(self._shown.values())
         return RankMetrics([rank() for rank, _ in shown]).collect()
 
+    def restricted_registry(self, names: Iterable[str]) -> MetricsPort:
+        """For a scrape with ``name[]``, which gets all of them."""
+        return self
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that hangs up is no problem."""
 

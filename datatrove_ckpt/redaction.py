@@ -326,8 +326,16 @@ class Redactor:
     def __call__(self, text: str) -> str:
         found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
         for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
-            text = text.replace(secret, HIDDEN)
+            text = _quoted(secret).sub(HIDDEN, text)
         return text
+
+
+@functools.lru_cache(maxsize=1000)
+def _quoted(secret: str) -> re.Pattern[str]:
+    """The secret, also as JSON, URLs and HTML write its punctuation."""
+    ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
+    forms = (one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret)
+    return re.compile("".join(forms))
 
 
 redact = Redactor()

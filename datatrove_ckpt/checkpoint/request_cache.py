@@ -370,8 +370,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
         if columns and "checksum" not in columns:
             connection.execute(f"ALTER TABLE {_TABLE} ADD COLUMN checksum INTEGER")
-    except BaseException:
+    except BaseException as error:
         _close(connection)
+        if isinstance(error, UnicodeDecodeError):  # SQLite's error quotes the damaged schema
+            raise NotOurs("its schema is damaged") from error
         raise
     return connection
 

@@ -13,6 +13,7 @@ from datatrove_ckpt.redaction import (
     HiddenBytes,
     HiddenDict,
     Key,
+    Redactor,
     Veil,
     holds_credentials,
     is_secret,
@@ -106,6 +107,13 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch
     note_sent({"extra_headers": {"Authorization": "Bearer s3cret-s3cret"}, "tools": [{"api_key": "t00l-t00l"}]})
     said = "quite-ordinary /quite/ordinary s3cret-s3cret t00l-t00l"
     assert redact(said) == "*** /quite/ordinary *** ***"
+
+
+@pytest.mark.parametrize(
+    "quoted", ["{}", "Ab3\\/d+G7=", "Ab3%2Fd%2BG7%3D", "Ab3%2fd%2bG7%3d", "Ab3/d\\u002BG7=", "Ab3&#x2F;d+G7="]
+)
+def test_a_key_is_hidden_however_a_server_writes_it(quoted: str) -> None:
+    assert Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.") == "no such key: ***."
 
 
 def test_payloads_of_a_long_run_take_no_more_memory() -> None:

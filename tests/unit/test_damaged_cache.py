@@ -45,7 +45,7 @@ DAMAGE = {
     "a log alone": lambda path: path.rename(f"{path}-wal"),
     "another schema": lambda path: execute(path, "DROP TABLE request_cache; CREATE TABLE request_cache (a)"),
     "a schema that is no text": lambda path: path.write_bytes(
-        path.read_bytes().replace(b"CREATE TABLE request_cache", b"CREATE TABLE reques\xce_cache")
+        path.read_bytes().replace(b"CREATE TABLE request_cache", b"CREATE \xceABLE request_cache")
     ),
     "a generated column": lambda path: execute(path, "ALTER TABLE request_cache ADD COLUMN a AS (abs(ordinal))"),
 }

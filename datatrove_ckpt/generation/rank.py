@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
@@ -31,6 +29,7 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
@@ -51,9 +50,6 @@ from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.readers.revisions import Revisions
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -96,8 +92,9 @@ class _Run:
             without = partial(NullCheckpoint, step.output_writer, rank, step.records_per_chunk, shutdown)
             self._process(self.data, rank, without, None)
         elif not step.retry_dead_letters:
-            restore_from_mirror(step, rank, self.preemption)
-            self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
+            with naming_mirror(step):
+                restore_from_mirror(step, rank, self.preemption)
+                self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
         else:
             for one in retried_ranks(step.checkpoints_root, rank, self.world_size):
                 self._retry(one)
@@ -221,36 +218,6 @@ class _Run:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
             documents.close()
-
-
-def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
-    """Copies from the mirror the parts of the checkpoint that this node does not have."""
-    if step.checkpoints_remote_dir is not None:
-        from datatrove_ckpt.mirror.restore import restore_rank
-
-        with preemption.interruptible():
-            restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
-
-
-def open_mirror(
-    step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
-) -> RemoteMirror | None:
-    """What copies a rank's folder from now on; None without a mirror.
-
-    Raises:
-        CheckpointMismatch: the mirror holds ranks of another run.
-    """
-    if (remote := step.checkpoints_remote_dir) is None:
-        return None
-    from datatrove_ckpt.mirror.job import join_mirrored_job
-    from datatrove_ckpt.mirror.mirror import RemoteMirror
-
-    shared: dict[str, bytes] = {}
-    if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
-        with preemption.interruptible():
-            shared = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
-    url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
-    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, shared)
 
 
 def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:

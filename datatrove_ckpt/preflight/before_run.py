@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.rank_mirror import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
@@ -53,10 +55,13 @@ def check_before_run(executor: PipelineExecutor) -> None:
     if not plan.retries:
         _check_inputs(plan)
     _check_launch(plan)
-    check_job(plan)
-    check_inputs_unchanged(plan)
-    _check_hub(plan)
-    check_output(plan, before=True)
+    with ExitStack() as stack:
+        for step, _ in plan.kept:
+            stack.enter_context(naming_mirror(step))
+        check_job(plan)
+        check_inputs_unchanged(plan)
+        _check_hub(plan)
+        check_output(plan, before=True)
     note_steps(plan)
     for step, root in plan.kept:
         if step.checkpoints_remote_dir is not None and root.is_dir():

@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -109,16 +110,21 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
-def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_once_the_folder_is_moved_away(
+def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
     job: Job, expected: dict[str, bytes], file: str, server: FakeServer
 ) -> None:
     job.run_until("text 5 again")
     path = job.rank / file
     data = path.read_bytes()
     path.write_bytes(data[:20] + b"x" + data[21:] + b"x\n" + data)
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorrupt, match="has this task as of 20") as refused:
         job.run(server)
-    job.rank.rename(f"{job.rank}.damaged")
+    command = re.search(r"\((mv .*)\), and run the same command again\.$", str(refused.value))
+    assert f"The mirror {job.remote}/00000 has" in str(refused.value)
+    with pytest.raises(CheckpointCorrupt) as without:
+        job.run(server, checkpoints_remote_dir=None)
+    assert "has this task" not in str(without.value)
+    subprocess.run(command[1], shell=True, check=True)
     job.run(server)
     assert server.asked.total() == 1
     assert outputs(job.folder / "output") == expected

@@ -28,13 +28,14 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
+from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
 from datatrove_ckpt.checkpoint.forks import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
+from datatrove_ckpt.errors import CheckpointCorrupt
 
 
 @dataclass(slots=True)
@@ -161,7 +162,11 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
 def uncommitted_journals(
     folder: Path, commits: dict[int, Commit], records_per_chunk: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields index, first ordinal and end of each chunk that has a journal and no commit."""
+    """Yields index, first ordinal and end of each chunk that has a journal and no commit.
+
+    Raises:
+        CheckpointCorrupt: a journal is not of this run.
+    """
     before = ordinal = 0
     done = sorted(commits, reverse=True)
     for chunk_index in journal_indices(folder):
@@ -170,6 +175,11 @@ def uncommitted_journals(
         while done and done[-1] < chunk_index:
             before = done.pop() + 1
             ordinal = commits[before - 1].next_ordinal
+        if chunk_index - before > MAX_GAP:
+            raise CheckpointCorrupt(
+                f"{journal_path(folder, chunk_index)} is the journal of a chunk that this run cannot have begun: the "
+                f"chunks from {before} on are not done. Move the file out of the rank's folder."
+            )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)
         yield chunk_index, first, following.first_ordinal if following else first + records_per_chunk

@@ -11,6 +11,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
@@ -19,7 +20,7 @@ from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import print_json, say
+from datatrove_ckpt.cli.printing import announce, print_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
@@ -71,22 +72,19 @@ def relocate(arguments: argparse.Namespace) -> int:
             found = f"{plural(len(plan.obstacles), 'problem')}: the copy is not complete, so nothing was changed."
             say(place.said("\n".join([*shown, f"{found} {_way_out(plan, place)}"])))
             return 1
-        for line in _describe_relocation(plan, arguments.sizes_only):
-            say(place.said(line))
-        if plan.is_done:
-            return 0
-        if arguments.dry_run:
-            say("Nothing was done (--dry-run).")
-            return 0
-        carry_out(plan)
-        if place.is_copy:  # a process that still works on these ranks stops when it sees the new owner
-            upload_ranks(place, plan.ranks)
+        lines = map(place.said, _describe_relocation(plan, arguments.sizes_only))
+        announce(lines, None if plan.is_done else partial(_relocate, plan, place), arguments.dry_run)
+    return 0
+
+
+def _relocate(plan: Relocation, place: Place) -> str:
+    carry_out(plan)
+    upload_ranks(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
     where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
-    say(
+    return (
         f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
         "the original as well: both would process the rest."
     )
-    return 0
 
 
 def _way_out(plan: Relocation, place: Place) -> str:
@@ -151,7 +149,19 @@ def fork(arguments: argparse.Namespace) -> int:
     if new.config is not None:
         arguments.overrides = []  # they are the new run's
     with place_of(arguments, trusted=True) as named, restored(named) as place:
-        return _fork(arguments, place, new)
+        source = place.what if place.is_copy else str(place.folder.absolute())
+        check_source(place.folder)
+        run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
+        if new.identity is not None:
+            new.changes = compare(run.settings, new.identity)
+            _check_new(new, new.identity.fields, run, place)
+        check_target(place.folder, new.folder)
+        why = None if arguments.no_answers else run.why_unusable(new.identity)
+        with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
+            state = read_run_state(replace(place, mirror=None))
+            lines = _costs(place.what, run, found, state, new, arguments)
+            announce(lines, partial(_put_in_place, folder, new), arguments.dry_run)
+    return 0
 
 
 def _new_run(arguments: argparse.Namespace) -> NewRun:
@@ -168,29 +178,6 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
         )
     step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
     return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
-
-
-def _fork(arguments: argparse.Namespace, place: Place, new: NewRun) -> int:
-    source = place.what if place.is_copy else str(place.folder.absolute())
-    check_source(place.folder)
-    run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
-    if new.identity is not None:
-        new.changes = compare(run.settings, new.identity)
-        _check_new(new, new.identity.fields, run, place)
-    check_target(place.folder, new.folder)
-    why = None if arguments.no_answers else run.why_unusable(new.identity)
-    with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
-        state = read_run_state(replace(place, mirror=None))
-        for line in _costs(place.what, run, found, state, new, arguments):
-            say(line)
-        if arguments.dry_run:
-            say("Nothing was done (--dry-run).")
-            return 0
-        if new.mirror is not None:
-            upload(folder, new.mirror)
-        put_in_place(folder, new.folder)
-    say(_start_fork(new))
-    return 0
 
 
 def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
@@ -301,7 +288,10 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
     return f"{text} ({(prompt * prices[0] + completion * prices[1]) / 1e6:,.2f})"
 
 
-def _start_fork(new: NewRun) -> str:
+def _put_in_place(folder: Path, new: NewRun) -> str:
+    if new.mirror is not None:
+        upload(folder, new.mirror)
+    put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
         return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,18 @@ def print_json(content: dict[str, Any]) -> None:
 def say(text: str) -> None:
     """Prints the text, and a line break."""
     write_out(f"{text}\n")
+
+
+def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool) -> None:
+    """Prints what will be done to a run, then does it, unless it is a ``dry_run``, and prints what is next.
+
+    Args:
+        carry_out: returns what the user is to do next; None: there is nothing to do.
+    """
+    for line in lines:
+        say(line)
+    if carry_out is not None:
+        say("Nothing was done (--dry-run)." if dry_run else carry_out())
 
 
 def write_out(text: str, raw: bool = False) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import datetime
 from dataclasses import asdict
+from functools import partial
 
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import announce, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
@@ -129,37 +130,27 @@ def _verdict(report: Report, full: bool) -> str:
 
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
-    with place_of(arguments, trusted=True) as place:
-        if not place.is_copy:
-            return _repair(arguments, place)
-        with log_disabled("datatrove_ckpt.mirror"), restored(place) as copy:
-            return _repair(arguments, copy, place)
-
-
-def _repair(arguments: argparse.Namespace, place: Place, mirrored: Place | None = None) -> int:
-    """Repairs the ranks in ``place``; and uploads them, if they were restored from a mirror."""
-    logging_dir = arguments.logging_dir or place.logging_dir
-    report = _report(arguments, place)
-    check_output_folder(report)
-    _check_config(report, mirrored or place)
-    plan = make_plan(report, logging_dir)
-    for line in (*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)):
-        say(place.said(line))
-    if not plan.ranks and not plan.markers:
-        say("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
-    elif arguments.dry_run:
-        say("Nothing was done (--dry-run).")
-    else:
-        if mirrored is not None:
-            check_idle(mirrored, plan.ranks)
-        carry_out(plan, report, logging_dir)
-        if mirrored is not None:
-            upload(place, plan.ranks)
-        say(_what_next(plan, logging_dir))
+    with place_of(arguments, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
+        logging_dir = arguments.logging_dir or place.logging_dir
+        report = _report(arguments, place)
+        check_output_folder(report)
+        _check_config(report, place)
+        plan = make_plan(report, logging_dir)
+        lines = [*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)]
+        is_needed = plan.ranks or plan.markers
+        if not is_needed:
+            lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
+        do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
+        announce(map(place.said, lines), do, arguments.dry_run)
     return 1 if plan.left else 0
 
 
-def _what_next(plan: Plan, logging_dir: str | None) -> str:
+def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:
+    """Repairs the ranks in ``place``. Returns what is next."""
+    if place.is_copy:
+        check_idle(named, plan.ranks)
+    carry_out(plan, report, logging_dir)
+    upload(place, plan.ranks)
     again = "Run the pipeline again to process these chunks"
     again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
     if logging_dir is not None or not plan.ranks:

@@ -89,6 +89,8 @@ def built(
 ) -> Iterator[tuple[Fork, Path]]:
     """Builds the checkpoint of the new run in a folder beside ``target``, which is removed at the end.
 
+    ``check_source`` and ``check_target`` come first.
+
     Args:
         source: the other run's checkpoint folder.
         said: its name for people.
@@ -96,15 +98,11 @@ def built(
         why_unusable: tells why a rank's answers cannot be used, see ``Source``; None: no answers are wanted.
 
     Raises:
-        ConfigError: ``target`` holds something, or the other run has ranks that no task reads any more.
         CheckpointLocked: a process works on a rank of the other run, or makes the same fork.
         CheckpointCorrupt: a rank of the other run is damaged.
-        CheckpointMismatch: ``reshard`` was interrupted there.
         StorageFailed: the disk refused something.
     """
     target = target.absolute()
-    check_target(source, target)
-    check_source(source)
     files.disk.make_dirs(target.parent)
     with ExitStack() as stack:
         guard = files.Lock(target.with_name(f"{target.name}.forking.lock"))

@@ -31,10 +31,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from posixpath import dirname
-from typing import Any
 
 import xxhash
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
 from datatrove_ckpt.checkpoint.fields import RunIdentity
@@ -56,6 +55,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.setting_values import comparable
 from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
@@ -224,7 +224,7 @@ def _check_settings(report: Report) -> None:
             report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
-def _accepted(*ranks: RankLedger) -> list[dict[str, Any]]:
+def _accepted(*ranks: RankLedger) -> list[Json]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
     found = [change for rank in ranks for change in rank.run.get("accepted_changes", [])]
     job = ranks[0].folder.parent / JOB
@@ -328,7 +328,7 @@ class Report:
     checkpoints: Path
     repair_command: str
     output: str = ""
-    folder: Any = None
+    folder: DataFolder = field(init=False)
     ranks: list[RankLedger] = field(default_factory=list)
     chunks: list[CommittedChunk] = field(default_factory=list)
     not_started: list[int] = field(default_factory=list)
@@ -337,7 +337,12 @@ class Report:
     uncounted: set[str] = field(default_factory=set)
 
     def add_problem(
-        self, kind: str, message: str, rank: RankLedger | None = None, chunk_index: int | None = None, path: Any = None
+        self,
+        kind: str,
+        message: str,
+        rank: RankLedger | None = None,
+        chunk_index: int | None = None,
+        path: object = None,
     ) -> None:
         root, number = rank.key if rank else ("", None)
         found = Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
@@ -516,7 +521,7 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
         report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
 
 
-def _count_documents(folder: Any, path: str) -> int | None:
+def _count_documents(folder: DataFolder, path: str) -> int | None:
     """The number of documents in a file; None if the file's format is unknown here."""
     try:
         if (known := format_of_file(path)) is not None:

@@ -164,14 +164,15 @@ def restored(place: Place) -> Iterator[Place]:
 
 
 def upload(place: Place, ranks: list[RankLedger]) -> None:
-    """Uploads the changed ranks.
+    """Uploads the changed ranks, if they were restored from a mirror.
 
     Raises:
         StorageFailed: one could not be uploaded; the same command continues from there.
     """
-    from datatrove_ckpt.mirror.changing import upload_rank
+    if place.mirror is None:
+        return
+    from datatrove_ckpt.mirror.changing import upload_rank  # fsspec is slow to import
 
-    assert place.mirror is not None
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
 

@@ -20,12 +20,13 @@ from string import Template
 
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_access import is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.retrying import file_system_call
+from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
@@ -94,8 +95,16 @@ def list_output(
             if committed or private_if_made(writer) is None or not is_missing_repository(error):
                 raise
             return FoundFiles({})  # a run makes it
-    with file_system_call():
-        return FoundFiles(_list_remote(folder, head, writer.max_file_size > 0, committed))
+    try:
+        with file_system_call():
+            return FoundFiles(_list_remote(folder, head, writer.max_file_size > 0, committed))
+    except PermissionError as error:
+        logger.warning(
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
+            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
+        )
+        with file_system_call():
+            return FoundFiles(dict(_look_up(folder, committed)))
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
@@ -164,6 +173,13 @@ def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dic
     listed = {} if base is None else hub.below(base).files()
     found = {posixpath.join(base or "", name): file for name, file in listed.items()}
     return found | hub.look_up([name for name in committed if name not in found])
+
+
+def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    for name in names:
+        # To whom may not list, S3 does not tell a missing file from a forbidden one.
+        with suppress(FileNotFoundError, PermissionError):
+            yield plain(name), folder.info(name).get("size")
 
 
 def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:

@@ -24,7 +24,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 import xxhash
@@ -187,9 +187,9 @@ async def _documents(runner: RunnerPlan, rank: int, writes: bool) -> AsyncGenera
         source.close()
 
 
-def _read(runner: RunnerPlan, rank: int) -> Any:
+def _read(runner: RunnerPlan, rank: int) -> Iterable[Document]:
     """Connects the steps as datatrove's executors do. They write nothing."""
-    documents: Any = None
+    documents: Iterable[Document] | None = None
     for step in deepcopy([one for one in runner.before if not isinstance(one, DiskWriter)]):
         if getattr(step, "exclusion_writer", None) is not None:
             step.exclusion_writer = None
@@ -245,14 +245,14 @@ class _Rows:
                 return rows.pop(index)
         return None
 
-    def read(self, found: Iterable[tuple[dict[str, Any] | None, bytes]], name: str) -> None:
+    def read(self, found: Iterable[tuple[Json | None, bytes]], name: str) -> None:
         for number, (row, line) in enumerate(found, 1):
             if row is None:
                 self.problems.append(f"{name}, line {number} is torn")
             else:
                 self._add(row, name, line if self._plain and line else None)
 
-    def _add(self, row: dict[str, Any], name: str, line: bytes | None) -> None:
+    def _add(self, row: Json, name: str, line: bytes | None) -> None:
         if "id" not in row:
             raise OutputMismatch(
                 f"{name} holds rows without ids, so nothing tells which documents of the input they are. Nothing was "
@@ -324,7 +324,7 @@ def _digest(text: object) -> int:
     return int(xxhash.xxh3_64_intdigest(str(text).encode("utf-8", "surrogatepass")))
 
 
-def _metadata_of(row: dict[str, Any]) -> dict[str, Any]:
+def _metadata_of(row: Json) -> Json:
     """A row's metadata, also where the writer made columns of them."""
     if isinstance(metadata := row.get("metadata"), dict):
         return metadata
@@ -519,7 +519,7 @@ def _finished(ordinal: int, source: SourceDocument, row: _Row, metadata_key: str
     return Finished(ordinal, "written", source.fingerprint, encode(document), *row.work)
 
 
-def _document(document: Document, line: dict[str, Any], metadata_key: str) -> Document:
+def _document(document: Document, line: Json, metadata_key: str) -> Document:
     """The finished document: as it was read, with what its line has besides. JSON has lost types, and the input not."""
     metadata = _metadata_of(line)
     kept = {name: value for name, value in document.metadata.items() if name in metadata}
@@ -530,7 +530,7 @@ def _document(document: Document, line: dict[str, Any], metadata_key: str) -> Do
     return document
 
 
-def _typed(as_read: dict[str, Any], name: str, value: object) -> object:
+def _typed(as_read: Json, name: str, value: object) -> object:
     if name not in as_read:
         return value
     try:
@@ -540,9 +540,9 @@ def _typed(as_read: dict[str, Any], name: str, value: object) -> object:
     return as_read[name] if same or name == "file_path" else value
 
 
-def _result(value: Any) -> object:
+def _result(value: object) -> object:
     """JSON of an InferenceResult becomes one again, for adapters and writers that expect it."""
     try:
-        return InferenceResult(**value)
+        return InferenceResult(**value)  # type: ignore[arg-type]
     except TypeError:  # the rollout's own
         return value

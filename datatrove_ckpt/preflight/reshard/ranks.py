@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
@@ -116,7 +116,7 @@ class Scanner:
     finished: Collection[int]
 
     def __post_init__(self) -> None:
-        self.reader: Any = self.runner.before[0]
+        self.reader: PipelineStep = self.runner.before[0]
         self.inputs = list_input(self.reader)
         self.index = {name: index for index, name in enumerate(self.inputs.names)}
         self.shares = read_shares(self.root) or Shares(0, self.runner.tasks, names_hash(self.inputs.names), {})
@@ -216,14 +216,14 @@ class Scanner:
         return listed
 
     def _documents(self, rank: int) -> Iterator[Document]:
-        steps: list[Any] = copy.deepcopy(list(self.runner.before))
+        steps: list[PipelineStep] = copy.deepcopy(list(self.runner.before))
         if not steps[0].paths_file:
             listed = self._listed
             steps[0]._list_files = lambda rank, world_size: listed[rank::world_size] or None
-        documents: Any = None
+        documents: Iterator[Document] | None = None
         for step in steps:
             documents = step(documents, rank, self.runner.tasks)
-        return iter(documents)
+        return iter(documents or ())
 
     def _next(self, documents: Iterator[Document], found: RankInput, ordinal: int, known: str | None) -> Document:
         """The next document, which is the one that the rank has read before."""

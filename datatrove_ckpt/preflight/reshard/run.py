@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
+from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
@@ -172,12 +172,12 @@ def _why_not(steps: Sequence[PipelineStep], runner: InferenceRunner, tasks: int)
         )
     if runner.seek is False:
         return "seek=False says that documents before the runner do not stand for themselves."
-    documents: Any = None
+    documents: Iterable[Document] | None = None
     for step in steps:
         if not isinstance(step, PipelineStep) and not callable(step):
             return f"{step!r} is a list of documents, which every task reads."
         documents = step(documents, 0, tasks)
-    stateful = [] if runner.seek else stateful_steps(documents)
+    stateful = [] if runner.seek else stateful_steps(documents or ())
     if stateful:
         return (
             f"{', '.join(stateful)} may keep something from one document to the next, so documents do not stand for "

@@ -259,7 +259,7 @@ class OutputCheck:
         names = sorted(name for _, name in found.by_rank[commits.rank] if not self._ours.fullmatch(name))
         which = f"no commit of rank {commits.rank} names"
         if not self._is_certain:
-            self._warn(names, which)
+            self._refuse(names, which, certain=False)
         elif names:
             raise OutputMismatch(
                 f"{self._what(names, which, _TO_DELETE)} Such names are given by datatrove's own InferenceRunner, not "
@@ -291,7 +291,7 @@ class OutputCheck:
         which = f"no commit of rank {commits.rank} names"
         certain = {name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)}
         self._refuse(sorted(certain), which)
-        self._warn(sorted({name for _, name in unknown}), which)
+        self._refuse(sorted({name for _, name in unknown}), which, certain=False)
 
     def _is_superseded(self, commits: RankCommits, name: str) -> bool:
         """Whether a chunk of this rank wrote the file, in an attempt whose documents went to other files later."""
@@ -318,9 +318,7 @@ class OutputCheck:
         others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks and rank not in retired}
         names = sorted(name for files in others.values() for _, name in files)
         which = f"are of ranks that a job with tasks={tasks} does not have"
-        if self._is_certain:
-            self._refuse(names, which)
-        self._warn(names, which)
+        self._refuse(names, which, self._is_certain)
 
     def _what(self, names: list[str], which: str, shown: int = _SHOWN) -> str:
         return (
@@ -328,15 +326,14 @@ class OutputCheck:
             f"and that {which}: {_some(names[:shown], len(names))}."
         )
 
-    def _refuse(self, names: list[str], which: str) -> None:
-        if names:
+    def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:
+        """Only warns of files that may be others'."""
+        if names and certain:
             verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
             raise OutputMismatch(
                 f"{self._what(names, which, _TO_DELETE)} {stray_advice(len(names))} ({verify} names all of them), and "
                 "run the same command again: it has nothing else left to do for what is complete."
             )
-
-    def _warn(self, names: list[str], which: str) -> None:
         if names:
             logger.warning(f"{self._what(names, which)} {stray_advice(len(names))}.")
 

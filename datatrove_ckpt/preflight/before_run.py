@@ -52,8 +52,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
     """
     plan = RunPlan(executor)
     _check_folders(plan)
-    if not plan.retries:
-        _check_inputs(plan)
+    _check_inputs(plan)
     _check_launch(plan)
     with ExitStack() as stack:
         for step, _ in plan.kept:
@@ -127,12 +126,12 @@ def _check_folders(plan: RunPlan) -> None:
 def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Checks local folders only, and none that another executor has yet to create.
+    Checks local folders only, and none that another executor has yet to create. A retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
     """
-    if plan.waits:
+    if plan.waits or plan.retries:
         return
     for index, step in enumerate(plan.pipeline):
         folder = getattr(step, "data_folder", None)

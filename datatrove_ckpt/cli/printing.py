@@ -19,6 +19,11 @@ def print_json(content: dict[str, Any]) -> None:
     say(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
 
 
+def takes_unicode() -> bool:
+    """Whether the output takes more than ASCII."""
+    return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
+
+
 def say(text: str) -> None:
     """Prints the text, and a line break."""
     write_out(f"{text}\n")
@@ -37,14 +42,12 @@ def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run:
 
 
 def write_out(text: str, raw: bool = False) -> bool:
-    """Prints the text, without secrets and control characters unless it is ``raw``. ``?`` is what the output lacks.
+    """Prints the text, without secrets and control characters unless it is ``raw``.
 
     Returns False if the reader has gone (``status | head``): the rest is dropped without a word.
     """
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = text if raw else printable(redact(text))
     try:
-        sys.stdout.write(shown.encode(encoding, "replace").decode(encoding))
+        sys.stdout.write(text if raw else printable(redact(text)))
         sys.stdout.flush()
     except BrokenPipeError:
         # What is left in the buffer would fail again when Python ends.

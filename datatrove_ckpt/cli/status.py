@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
-from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
@@ -35,8 +35,9 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
     else:
-        ranks = ["", *table([*state.ranks, *state.retries], state.read_at)] if arguments.all else []
-        write_out("\n".join([*describe(state), *ranks]) + "\n")
+        style = Style(takes_unicode())
+        ranks = ["", *table([*state.ranks, *state.retries], state.read_at, style)] if arguments.all else []
+        write_out("\n".join([*describe(state, style), *ranks]) + "\n")
     return int(state.is_damaged)
 
 
@@ -85,13 +86,13 @@ def watch(place: Place, interval: float, as_json: bool = False) -> RunState:
         pass
     if draws:
         write_out("\x1b[H\x1b[J", raw=True)
-        write_out("\n".join(describe_totals(state)) + "\n")
+        write_out("\n".join(describe_totals(state, Style(takes_unicode()))) + "\n")
     return state
 
 
 def _screen(state: RunState, problem: str) -> str:
     size = shutil.get_terminal_size()
-    style = Style(color="NO_COLOR" not in os.environ)
+    style = Style(takes_unicode(), color="NO_COLOR" not in os.environ)
     lines = frame(state, max(20, size.columns), max(4, size.lines), style, problem)
     return _BEGIN + "\n".join(f"{line}\x1b[K" for line in lines) + _END
 
@@ -170,8 +171,9 @@ _UNEVEN, _SOON_SECONDS, _MOST = 2.0, 600.0, 0.9
 
 @dataclass(frozen=True)
 class Style:
-    """How to draw. ``color``: the terminal takes colours."""
+    """How to draw. ``unicode``: the terminal takes more than ASCII. ``color``: it takes colours."""
 
+    unicode: bool = True
     color: bool = False
 
     def paint(self, text: str, code: str) -> str:
@@ -179,7 +181,11 @@ class Style:
 
     def bar(self, share: float, width: int = _BAR) -> str:
         """A bar of ``width`` characters."""
-        return filled_cells(min(1.0, max(0.0, share)), width, "░")
+        share = min(1.0, max(0.0, share))
+        if not self.unicode:
+            full = int(share * width)
+            return "#" * full + "-" * (width - full)
+        return filled_cells(share, width, "░")
 
 
 PLAIN = Style()

@@ -100,6 +100,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         (index, count), extent = row_shard, self._file_extent
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
+            if offset and self._codec(name) is None:
+                late_line_end = _read_late_line_end(file, offset)
+                head.update(late_line_end[: max(0, _HEAD - offset)])
+                offset += len(late_line_end)
             head_hash = head.intdigest()
             for lines in _line_blocks(file):
                 self._note_stored(file, offset + sum(map(len, lines)))
@@ -244,7 +248,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
                 f"saved position. {remedy()}"
             )
-        if following:
+        if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
                 f"and has grown. {remedy()}"
@@ -322,3 +326,16 @@ def _block(file: IO[bytes], number: int) -> tuple[int, list[bytes]]:
     if block and not block.endswith(b"\n"):
         block += file.readline()
     return start, block.splitlines(keepends=True)
+
+
+def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
+    """Reads the end of a line that had none when it was read as the last one."""
+    file.seek(offset - 1)
+    last, following = file.read(1), file.read(2)
+    length = 0
+    if last != b"\n" and following[:1] == b"\n":
+        length = 1
+    elif last not in (b"\n", b"\r") and following[:1] == b"\r":
+        length = 2 if following == b"\r\n" else 1
+    file.seek(offset + length)
+    return following[:length]

@@ -577,7 +577,7 @@ def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_
 def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Path, end: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}' + end)
-    states = [stop(tmp_path, after=after) for after in ((1, 2) if end else (1,))]
+    states = [stop(tmp_path, after=after) for after in (1, 2)]
     with path.open("ab") as file:
         file.write((b"" if end else b"\r\n") + b'{"text": "c"}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "d"}\n')
@@ -588,13 +588,12 @@ def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Pat
         assert plain(ours.run()) == plain(documents[done:])
 
 
-@pytest.mark.parametrize("more", [b' {"text": "c"}\n', b'\n{"text": "c"}\n'])
-def test_a_last_line_that_grew_is_refused(tmp_path: Path, more: bytes) -> None:
+def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}')
     state = stop(tmp_path, after=2)
     with path.open("ab") as file:
-        file.write(more)
+        file.write(b' {"text": "c"}\n')
     with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"):
         resume(tmp_path, state)
 

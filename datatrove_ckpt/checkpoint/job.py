@@ -138,6 +138,19 @@ def name_tasks(ranks: list[int]) -> str:
     return shown if len(ranks) <= 5 else f"{shown}, ... ({len(ranks)} in all)"
 
 
+def tasks_of(root: Path) -> int:
+    """The number of tasks of a run that has begun; 0: nothing tells it.
+
+    Raises:
+        CheckpointCorrupt: the file that tells it is damaged.
+    """
+    ranks = rank_numbers(root) if root.is_dir() else []
+    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
+        if path.exists() and (tasks := read_run(path).get("tasks")):
+            return int(tasks)
+    return 0
+
+
 def _read(root: Path) -> Json:
     """The content of ``job.json``; empty if there is none."""
     path = root / JOB

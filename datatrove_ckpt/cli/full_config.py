@@ -36,16 +36,19 @@ class FullConfig:
 
     Args:
         content: what the file says, with overrides applied. ``build`` must have accepted it.
+        defaults: with those of all that it leaves out.
     """
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, content: dict[str, Any], defaults: bool = True) -> None:
+        self._with_defaults = defaults
         self._defaults: list[str] = []
         self._secrets: list[str] = []
         self._content = {"executor": self._node(content["executor"], "executor")}
 
     def text(self) -> str:
         """The configuration as YAML, with secrets masked."""
-        head = "# The configuration as it will be used, with all defaults. This text can be run as it stands.\n"
+        how = ", with all defaults" if self._with_defaults else ""
+        head = f"# The configuration as it will be used{how}. This text can be run as it stands.\n"
         head += _comment("Left out, because a file cannot say these defaults", self._defaults)
         hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
         head += _comment("Hidden: write each secret in its place, into a file that only you can read", hidden)
@@ -67,7 +70,8 @@ class FullConfig:
         # Arguments that classes of datatrove or ours have are no secrets by their names, such as ``text_key``.
         harmless = {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
         values: dict[str, Any] = {}
-        for name in sorted([*parameters, *(name for name in given if name not in parameters)], key="pipeline".__eq__):
+        others = parameters if self._with_defaults else ()
+        for name in sorted([*others, *(name for name in given if name not in others)], key="pipeline".__eq__):
             where, says = f"{place}.{name}", "" if name in harmless else name
             if name in given:
                 values[name] = self._given(parameters.get(name, ANYTHING).hint, given[name], where, says)

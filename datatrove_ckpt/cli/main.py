@@ -106,15 +106,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments into plain ones and overrides.
+    """Splits the arguments into plain ones and overrides: flags that the command does not have itself.
 
-    ``--executor.tasks=4`` and ``--executor.tasks 4`` are overrides; the second list has them as ``path=value``.
+    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``.
     """
+    options = {name: given for name, _, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
+    own = {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
     rest: list[str] = []
     overrides: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        if not re.match(r"--(executor|pipeline)\.", argument):
+        if not argument.startswith("--") or argument.partition("=")[0] in own:
             rest.append(argument)
         else:
             overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
@@ -174,7 +176,7 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file with one key, executor")
+_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
 _WHAT = _argument("WHAT", "checkpoint folder, URL of its mirror, or YAML file of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
@@ -206,7 +208,8 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
 @_command(
     "run",
     _CONFIG,
-    _flag("--dry-run", "build everything, print it, run nothing"),
+    _flag("--dry-run", "build everything, print it with all defaults, run nothing"),
+    _flag("--print-config", "print the long form of the job, run nothing"),
     _flag(
         "--retry-dead-letters",
         "process the dead letters of a finished run, into output files of their own, instead of the input",

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.identity import Change, compare
+from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.cli.printing import announce, print_json, say
 from datatrove_ckpt.cli.what import place_of
@@ -312,7 +311,8 @@ def reshard(arguments: argparse.Namespace) -> int:
             "run's pipeline, which only its YAML file names."
         )
     with place_of(arguments) as place:
-        before = _tasks(place.folder)
+        if not (before := tasks_of(place.folder)):
+            raise ConfigError(f"reshard: {place.folder} holds no checkpoint that tells its number of tasks.")
     overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
     executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
     found = deal_out(executor, arguments.tasks, arguments.dry_run)
@@ -322,14 +322,6 @@ def reshard(arguments: argparse.Namespace) -> int:
         again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
         say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
     return 0
-
-
-def _tasks(root: Path) -> int:
-    paths = [root / JOB, *(rank_folder(root, rank) / RUN for rank in rank_numbers(root))]
-    for path in paths:
-        if path.exists() and (tasks := read_run(path).get("tasks")):
-            return int(tasks)
-    raise ConfigError(f"reshard: {root} holds no checkpoint that tells its number of tasks.")
 
 
 def _describe_reshard(found: Resharded, dry_run: bool) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import print_json, say
 from datatrove_ckpt.cli.yaml_config import build, make_executor, read_config
 from datatrove_ckpt.errors import ConfigError
@@ -26,6 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
+    if arguments.print_config:
+        say(FullConfig(content, defaults=False).text().rstrip())
+        return 0
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)

@@ -55,6 +55,7 @@ _NAMES_BY_MODULE = {
 MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
+LONG_OVERRIDE = r"(--)?(executor|pipeline)\."
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
@@ -77,9 +78,13 @@ def load(path: str | Path) -> dict[str, Any]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.") from None
-    if not isinstance(content, dict) or "executor" not in content:
-        raise ConfigError(f'{path}: must have the key "executor" at the top, with class_path and init_args.')
-    _refuse_unknown(content, ["executor"], str(path))
+    if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
+        raise ConfigError(
+            f'{path}: must have the key "executor" at the top, with class_path and init_args; or those of the short '
+            "form: run_folder, input, prompt and model."
+        )
+    if "executor" in content:
+        refuse_unknown(content, ["executor"], str(path))
     return content
 
 
@@ -124,7 +129,7 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    _refuse_unknown(node, ["class_path", "init_args"], place)
+    refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
@@ -138,7 +143,7 @@ def _construct(cls: Any, arguments: Any, label: str) -> Any:
         raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        _refuse_unknown(arguments or {}, list(parameters), label)
+        refuse_unknown(arguments or {}, list(parameters), label)
     if "api_key_env" in parameters and (arguments or {}).get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
@@ -260,7 +265,7 @@ def _inside(label: str, key: str) -> str:
     return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
 
 
-def _refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
+def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
             hint = _did_you_mean(key, known) or f"; allowed are {', '.join(known) or 'none'}."
@@ -284,19 +289,35 @@ def show(value: Any) -> str:
 # {text}`` is no mapping on a command line, and ``# {text}`` no comment.
 
 
-def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
-    """The file's content with the overrides applied. Each override is a ``path=value``.
+def read_config(path: str | None, overrides: list[str]) -> dict[str, Any]:
+    """The file's content in the long form, with the overrides applied. Each override is a ``path=value``.
+
+    Args:
+        path: None: the overrides are the whole job, in the short form.
 
     Raises:
         ConfigError: see ``load``; or the path of an override does not fit the file.
     """
-    content = load(path)
+    content: dict[str, Any] = {} if path is None else load(path)
+    named = [one for one in overrides if not re.match(LONG_OVERRIDE, one)]
+    if "executor" not in content:
+        from datatrove_ckpt.cli.short_form import expand, set_by_name  # slow to import
+
+        for override in named:
+            set_by_name(content, override)
+        content = expand(content, path or "the command line")
+    elif named:
+        raise ConfigError(
+            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
+            "--pipeline.1.config.max_concurrent_generations."
+        )
     for override in overrides:
-        _override(content, override)
+        if override not in named:
+            _override(content, override)
     return content
 
 
-def make_executor(path: str, overrides: list[str]) -> Any:
+def make_executor(path: str | None, overrides: list[str]) -> Any:
     """Builds the executor that the file and the overrides describe. Runs nothing.
 
     Raises:

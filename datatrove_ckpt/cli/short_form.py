@@ -1,0 +1,233 @@
+"""The short form of a job, written out as the long form, which everything else reads.
+
+    run_folder: runs/summaries            holds output/, checkpoints/ and logs/
+    input: documents/*.jsonl
+    prompt: "Summarise in one sentence:\\n\\n{text}"
+    model: HuggingFaceTB/SmolLM2-1.7B-Instruct
+
+Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can stand beside these by
+its name, in the file and on the command line. What the form does not say is chosen from the input and the machine. A
+run that has begun keeps its number of tasks.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from glob import has_magic
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.cli.yaml_config import alternatives, import_name, parameters_of, read_argument, refuse_unknown
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.inference.servers.gpu_slots import visible_gpus
+
+Node = dict[str, Any]
+
+_SUFFIXES = {
+    ".jsonl": "JsonlReader",
+    ".json": "JsonlReader",
+    ".ndjson": "JsonlReader",
+    ".parquet": "ParquetReader",
+    ".arrow": "IpcReader",
+    ".ipc": "IpcReader",
+    ".feather": "IpcReader",
+    ".csv": "CSVReader",
+}
+_MOST_TASKS = 100
+
+
+@dataclass(frozen=True)
+class ShortJob:
+    """The settings of the form itself.
+
+    Attributes:
+        run_folder: new, or of the run to go on with.
+        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``, or their URLs
+            (``s3://``, ``hf://datasets/ORG/NAME``).
+        prompt: with ``{text}``; ``@FILE``: the text of that file.
+        rollout: in place of a prompt, ``my_module.my_function``.
+        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
+        endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
+            its CPU.
+        tasks: None: 1 here, and on Slurm one for each input file, up to 100.
+        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
+    """
+
+    run_folder: str
+    input: str
+    prompt: str | None = None
+    rollout: str | Callable[..., Any] | None = None
+    model: str | None = None
+    endpoint: str | list[str] | None = None
+    tasks: int | None = None
+    slurm: Node | None = None
+
+
+NAMES = [field.name for field in fields(ShortJob)]
+_ANSWER = ("max_tokens", "temperature", "top_p", "stop")
+# Arguments that the form fills in itself.
+_OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
+
+
+def expand(content: Node, source: str) -> Node:
+    """The long form.
+
+    Args:
+        source: where the settings are, for messages.
+
+    Raises:
+        ConfigError: a setting is missing, unknown, or cannot be told from the input.
+    """
+    own = {name: content[name] for name in NAMES if content.get(name) is not None}
+    for name in ("run_folder", "input"):
+        if not isinstance(own.get(name), str):
+            raise ConfigError(f"{source}: {name}: is missing. The short form needs run_folder, input, prompt and model.")
+    job = ShortJob(**own)
+    if "://" in job.run_folder:
+        raise ConfigError(
+            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
+            "writes the long form, where output_folder may be a URL."
+        )
+    reader, files = _reader(job.input, source)
+    rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
+    runner: Node = {"rollout_fn": rollout, "config": config}
+    places = [(reader, reader["class_path"]), (config, "InferenceConfig"), (runner, "InferenceRunner")]
+    if isinstance(rollout, dict):
+        places.append((rollout, rollout["class_path"]))
+    known = {name: answer for name in _ANSWER}
+    for node, class_path in places:
+        for name in parameters_of(import_name(class_path, source))[0]:
+            known.setdefault(name, node.get("init_args", node))
+    known = {name: node for name, node in known.items() if name not in _OURS}
+    refuse_unknown(content, [*NAMES, *known], source)
+    for name, value in content.items():
+        if name not in NAMES:
+            known[name][name] = value
+    if answer:
+        config["default_generation_params"] = {**answer, **config.get("default_generation_params", {})}
+    root = Path(job.run_folder)
+    runner |= {
+        "output_writer": _node(
+            "JsonlWriter",
+            output_folder=str(root / "output"),
+            output_filename="${rank}_chunk_${chunk_index}.jsonl",
+            compression=None,
+        ),
+        "checkpoints_local_dir": str(root / "checkpoints"),
+        "records_per_chunk": runner.get("records_per_chunk", 1000),
+    }
+    executor = {"tasks": _tasks(job, root / "checkpoints", files), "logging_dir": str(root / "logs")}
+    executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
+    if job.slurm is not None:
+        slurm = {"time": "1-00:00:00", "job_name": root.name, "requeue_signals": ["SIGUSR1"], **job.slurm}
+        return {"executor": _node("SlurmPipelineExecutor", **slurm, **executor)}
+    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
+
+
+def set_by_name(content: Node, override: str) -> None:
+    """Applies ``--max-tokens=60`` or ``--slurm.partition=gpu`` to the settings."""
+    path, _, text = override.removeprefix("--").partition("=")
+    *outer, last = path.replace("-", "_").split(".")
+    node = content
+    for name in outer:
+        node = node.setdefault(name, {})
+    hints = {} if outer else typing.get_type_hints(ShortJob)
+    node[last] = read_argument(text, alternatives(hints.get(last, Any)))
+
+
+def _node(class_path: str, **arguments: Any) -> Node:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+def _rollout(job: ShortJob, source: str) -> Any:
+    if (job.prompt is None) == (job.rollout is None):
+        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
+    if job.prompt is None:
+        return job.rollout
+    prompt = job.prompt
+    if prompt.startswith("@"):
+        try:
+            prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
+    return _node("PromptRollout", prompt=prompt)
+
+
+def _server(job: ShortJob, content: Node, source: str) -> Node:
+    """The settings of the server: the endpoint's, or those of the engine that fits this machine."""
+    if job.model is None:
+        what = "the name that the endpoint knows" if job.endpoint else "a name on the hub, or the path of a GGUF file"
+        raise ConfigError(f"{source}: model: is missing; give {what}.")
+    config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
+    if job.endpoint is not None:
+        return config | {"endpoint_url": job.endpoint}
+    gpus = visible_gpus()
+    if not gpus and job.slurm is None:
+        return config | {"server_type": "llamacpp"}
+    config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
+    if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
+        config["replicas"] = len(gpus)
+    return config
+
+
+# the input ------------------------------------------------------------------------------------------------------------
+
+_DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
+_OF_DATASETS = ("dataset_info.json", "dataset_dict.json")
+
+
+def _reader(given: str, source: str) -> tuple[Node, int]:
+    """The reader of an input, told by its names, and the number of its files; 0: not known."""
+    if (found := _DATASET.fullmatch(given)) is not None:
+        options = {"split": "train"}
+        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
+    if "://" not in given and any(Path(given, name).is_file() for name in _OF_DATASETS):
+        return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
+    folder, pattern = _split(given)
+    try:
+        names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"{source}: input: {given} cannot be listed: {error_text(error)}.") from error
+    readers = {reader: suffix for name in names for suffix, reader in _SUFFIXES.items() if suffix in _suffixes(name)}
+    if len(readers) != 1:
+        what = f"holds {' and '.join(readers.values())}" if readers else f"holds none of {', '.join(_SUFFIXES)}"
+        raise ConfigError(
+            f"{source}: input: {given} {what}{'' if names else ', and no file at all'}. Name files of one kind, such as "
+            "documents/*.jsonl."
+        )
+    ((reader, suffix),) = readers.items()
+    node = _node(reader, data_folder=folder, glob_pattern=pattern or f"**/*{suffix}*")
+    return node, sum(suffix in _suffixes(name) for name in names)
+
+
+def _suffixes(name: str) -> list[str]:
+    return PurePosixPath(name).suffixes[-2:]
+
+
+def _split(given: str) -> tuple[str, str]:
+    """The folder of an input, and the pattern of its files; "": all."""
+    if has_magic(given):
+        parts = given.split("/")
+        first = next(index for index, part in enumerate(parts) if has_magic(part))
+        return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
+    folder, _, name = given.rstrip("/").rpartition("/")
+    if not given.endswith("/") and {*_suffixes(name)} & _SUFFIXES.keys() and not Path(given).is_dir():
+        return folder or ".", name
+    return given, ""
+
+
+def _tasks(job: ShortJob, checkpoints: Path, files: int) -> int:
+    """Those of the run that has begun; else what the job says; else as many as there is a use for."""
+    if job.tasks is not None:
+        return job.tasks
+    if begun := tasks_of(checkpoints):
+        return begun
+    return 1 if job.slurm is None else min(files or _MOST_TASKS, _MOST_TASKS)

@@ -64,7 +64,7 @@ def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
 
 
 def test_readme_shows_the_figures_of_the_benchmarks() -> None:
-    table = report.measured(ROOT / "docs/benchmarks.md")
+    table = report.measured(ROOT / "docs/internals/benchmarks.md")
     assert report.measured(ROOT / "README.md") == report.summary(table)
 
 

@@ -21,6 +21,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import OVERRIDES_HELP, main, make_parser
+from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.commands import Command
@@ -82,20 +83,30 @@ def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     if "SmolLM2" in block.text:  # README's
-        written = (folder / "summaries/00000_chunk_00000.jsonl").read_text().splitlines()
-        assert len(written) == 2
+        written = (folder / "runs/from-python/output/00000_chunk_00000.jsonl").read_text().splitlines()
+        assert len(written) == 3
         assert json.loads(written[0])["metadata"]["rollout_results"][0]["tokens"] > 0
 
 
 # yaml ----------------------------------------------------------------------------------------------------------------
+
+WHOLE = """
+run_folder: runs/whole
+input: documents
+prompt: "Summarise in one sentence: {text}"
+server_type: vllm
+model: HuggingFaceTB/SmolLM2-1.7B-Instruct
+max_tokens: 200
+"""
+"""A job, in whose runner the parts that pages show are put."""
 
 
 @pytest.mark.parametrize("block", examples("yaml"))
 def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
     content = yaml.safe_load(block.text)
     text = block.text
-    if "executor" not in content:
-        whole = yaml.safe_load(blocks("yaml", "README.md")[0].text)
+    if not {"executor", "run_folder"} & content.keys():
+        whole = expand(yaml.safe_load(WHOLE), "WHOLE")
         runner = whole["executor"]["init_args"]["pipeline"][-1]["init_args"]
         _merge(runner, content)
         text = yaml.safe_dump(whole)
@@ -103,6 +114,8 @@ def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
     assert main(["run", "--dry-run", "job.yaml"]) == 0, capsys.readouterr().err
     if "SlurmPipelineExecutor" in text:
         assert "#SBATCH --signal=USR1@180\n" in capsys.readouterr().out
+    if "slurm:" in text:
+        assert "#SBATCH --partition=gpu\n" in capsys.readouterr().out
 
 
 def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
@@ -156,6 +169,8 @@ def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Blo
 
 SAME_JOB = [[name, "configs/quickstart.yaml"] for name in ("run", "doctor")]
 """They compare a job with what an earlier run has left, so they need its settings."""
+IN_ORDER = ("docs/tutorial.md", "docs/recipes.md")
+"""``test_tutorial.py`` runs their lines, each after the ones before it."""
 
 
 def type_in(line: str, more: Sequence[str] = ()) -> None:
@@ -176,20 +191,20 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
     small.append("--pipeline.1.config.model_kwargs.threads=1")  # see on_one_core
     assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
-    done: set[str] = set()
-    for block in blocks("bash"):
-        for line in block.lines:
-            if line in done or line in RUN_ELSEWHERE or line in commands():
-                continue
-            done.add(line)
-            name, *arguments = shlex.split(line)
+    lines = {line: block for block in blocks("bash") if block.page not in IN_ORDER for line in block.lines}
+    for line in [*RUN_ELSEWHERE, *commands()]:
+        lines.pop(line, None)
+    with FakeServer() as server:
+        for line, block in lines.items():
+            name, *arguments = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
             if name == "export":
                 _run_export(line)
                 continue
             assert name == "datatrove-ckpt", f"{block}: no test runs {line!r}"
-            type_in(line, small if arguments[:2] in SAME_JOB else [])
+            on_cpu = "--endpoint" not in arguments and arguments[:2] == ["run", "--input"]
+            more = small if arguments[:2] in SAME_JOB or on_cpu else []
+            type_in(line.replace("http://127.0.0.1:8000", server.url), more)
     said = capsys.readouterr().out
-    assert len(done) == 21
     assert "\nno problem, " in said  # of doctor
     assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
 

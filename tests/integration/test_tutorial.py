@@ -33,7 +33,7 @@ def type_in(line: str, code: int = 0) -> str:
     """What a shell prints for it. It must end with this exit code."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ended = subprocess.run(
-        ["bash", "-c", line], env={**os.environ, "PATH": path}, capture_output=True, text=True, preexec_fn=on_one_core
+        ["bash", "-c", f"{line}\nexit $?"], env={**os.environ, "PATH": path}, capture_output=True, text=True, preexec_fn=on_one_core
     )
     assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout + ended.stderr

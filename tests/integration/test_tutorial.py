@@ -31,10 +31,9 @@ def write_files(page: str) -> None:
 
 def type_in(line: str, code: int = 0) -> str:
     """What a shell prints for it. It must end with this exit code."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    ended = subprocess.run(
-        ["bash", "-c", f"{line}\nexit $?"], env={**os.environ, "PATH": path}, capture_output=True, text=True, preexec_fn=on_one_core
-    )
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    shell = ["bash", "-c", f"{line}\nexit $?"]
+    ended = subprocess.run(shell, env=environment, capture_output=True, text=True, preexec_fn=on_one_core)
     assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout + ended.stderr
 

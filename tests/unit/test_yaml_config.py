@@ -15,6 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.fields import as_kept
+from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
@@ -67,11 +68,14 @@ def mistake(build_job: Build, *replacements: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path) -> None:
+def test_every_config_builds_and_begins_with_the_command_that_runs_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
     head = path.read_text().split("executor:")[0]
     assert head.startswith("# ")
     assert f"#     datatrove-ckpt run configs/{path.name}" in head
-    executor = build(load(path))
+    executor = build(read_config(str(path), []))
     assert isinstance(executor.pipeline[-1], InferenceRunner)
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
@@ -82,10 +86,10 @@ def test_no_config_differs_from_the_run_that_it_makes(path: Path, monkeypatch: p
     """A YAML file is never called another run's because it says the same in another way."""
     monkeypatch.chdir(CONFIGS.parent)
     monkeypatch.syspath_prepend(str(CONFIGS))
-    executor = build(load(path))
+    executor = build(read_config(str(path), []))
     (step,) = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = as_kept(step.identity(executor.world_size).fields)
-    place = Place("checkpoints", Path(), str(path), tasks=executor.world_size, config=load(path))
+    place = Place("checkpoints", Path(), str(path), tasks=executor.world_size, config=read_config(str(path), []))
     assert config_differences(place, [kept]) == []
     assert config_differences(place, [kept | {"records_per_chunk": -1, "model": "x"}, kept]) == []
     (found,) = config_differences(place, [kept | {"tasks": 999}])

@@ -252,7 +252,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 
     gpus = visible_gpus()
     if not gpus and job.slurm is None:
-        return config | {"server_type": "llamacpp"}
+        # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
+        on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
+        return config | {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
     if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
         config["replicas"] = len(gpus)

@@ -101,7 +101,9 @@ def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) ->
 
 def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert expanded(endpoint=None)["runner"]["config"]["server_type"] == "llamacpp"
+    config = expanded(endpoint=None, model="o/m")["runner"]["config"]
+    assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
+    assert expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"] == "o/m.gguf"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = expanded(endpoint=None)["runner"]["config"]
     assert (config["server_type"], config["replicas"]) == ("vllm", 2)

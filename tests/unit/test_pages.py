@@ -143,7 +143,7 @@ def test_every_page_can_be_reached_from_readme() -> None:
 
 
 def test_the_crash_table_is_the_one_in_the_code() -> None:
-    in_page = table_rows(section("docs/recovery.md", "## How a chunk is committed"))
+    in_page = table_rows(section("docs/internals/recovery.md", "## How a chunk is committed"))
     in_code = re.findall(r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE)
     assert in_page == [[number, (first + rest).strip(), what] for number, first, rest, what in in_code]
     assert len(in_code) == 5

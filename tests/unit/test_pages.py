@@ -32,6 +32,8 @@ from tests.pages import (
     RUN_ELSEWHERE,
     blocks,
     commands,
+    exit_codes,
+    list_heads,
     pages,
     section,
     table_rows,
@@ -202,24 +204,25 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def test_every_command_has_a_section_with_its_arguments_and_no_others(parser: argparse.ArgumentParser) -> None:
-    listed = [codes(row[0])[0] for row in table_rows(pages()["docs/cli.md"].partition("\n## ")[0])]
-    assert sorted(listed) == sorted(subcommands(parser))
+    common = section("docs/cli.md", "## Commands")
+    assert set(re.findall(r"\(#(\w+)\)", common)) == set(subcommands(parser))
     for name, command in subcommands(parser).items():
-        rows = [row for row in table_rows(section("docs/cli.md", f"## {name}")) if row[0].startswith("`")]
-        documented = {code for row in rows for code in codes(row[0]) if code.startswith("--") or code.isupper()}
+        text = section("docs/cli.md", f"## {name}")
+        heads = [head for head in list_heads(text) if head.startswith("`--")]
         strings = {string for action in command._actions for string in action.option_strings}
         options = {string for string in strings if string.startswith("--")}  # -o is --output
-        names = {str(action.metavar) for action in command._actions if not action.option_strings}
-        overrides = {"--executor.KEY=VALUE", "--pipeline.N.KEY=VALUE"} if names & {"CONFIG", "WHAT"} else set()
-        assert documented == options - {"--help"} | names | overrides, name
+        assert {code for head in heads for code in codes(head)} == options - {"--help"}, name
+        unexplained = {code for head in heads if f"- {head}: " not in text for code in codes(head)}
+        assert unexplained <= set(codes(common)), name
+        for action in command._actions:
+            assert action.option_strings or str(action.metavar) in text, name
 
 
 def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -> None:
     for name, command in subcommands(parser).items():
         in_help = re.findall(r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE)
         assert in_help, name
-        rows = table_rows(section("docs/cli.md", f"## {name}"))
-        assert [row[0] for row in rows if row[0].isdigit()] == in_help, name
+        assert [code for code in exit_codes(name) if code.isdigit()] == in_help, name
 
 
 def test_the_kinds_of_problems_are_those_of_verify() -> None:
@@ -230,8 +233,8 @@ def test_the_kinds_of_problems_are_those_of_verify() -> None:
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    rows = table_rows(section("docs/cli.md", "## Extras"))
-    assert sorted(codes(row[0])[0] for row in rows) == sorted(PROJECT["project"]["optional-dependencies"])
+    listed = [code for head in list_heads(section("docs/cli.md", "## Extras")) for code in codes(head)]
+    assert sorted(listed) == sorted(PROJECT["project"]["optional-dependencies"])
 
 
 # architecture, changelog, benchmarks ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
 def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
     content = yaml.safe_load(block.text)
     text = block.text
-    if not content.keys() & {"executor", "run_folder"}:  # settings of the runner
+    if "executor" not in content:
         whole = yaml.safe_load(blocks("yaml", "README.md")[0].text)
         runner = whole["executor"]["init_args"]["pipeline"][-1]["init_args"]
         _merge(runner, content)
@@ -189,7 +189,7 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
             assert name == "datatrove-ckpt", f"{block}: no test runs {line!r}"
             type_in(line, small if arguments[:2] in SAME_JOB else [])
     said = capsys.readouterr().out
-    assert len(done) > 10
+    assert len(done) == 21
     assert "\nno problem, " in said  # of doctor
     assert "\nsettings for this machine:\n  sync_seconds: " in said  # of plan
 

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from datatrove_ckpt.cli.short_form import ANSWER, OURS, READERS, ShortJob
 from datatrove_ckpt.cli.yaml_config import (
     REQUIRED,
     SHORT_NAMES,
@@ -29,7 +30,10 @@ from datatrove_ckpt.cli.yaml_config import (
     parameters_of,
     sayable,
 )
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import PromptRollout
+from datatrove_ckpt.runner import InferenceRunner
 
 Schema = dict[str, Any]
 
@@ -57,13 +61,17 @@ def make_schema() -> Schema:
     from datatrove.executor.base import PipelineExecutor
 
     definitions = _Definitions()
+    long = {
+        "properties": {"executor": definitions.node([PipelineExecutor])},
+        "additionalProperties": False,
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A file for datatrove-ckpt run",
         "type": "object",
-        "properties": {"executor": definitions.node([PipelineExecutor])},
-        "required": ["executor"],
-        "additionalProperties": False,
+        "if": {"required": ["executor"]},
+        "then": long,
+        "else": definitions.short(),
         "definitions": definitions.found,
     }
 
@@ -103,6 +111,16 @@ class _Definitions:
             "additionalProperties": False,
         }
         return node | ({"allOf": [self._choice(name) for name in known]} if known else {})
+
+    def short(self) -> Schema:
+        """The short form: its own settings, and by their names those of the classes that it is written out as."""
+        properties: Schema = {name: {} for name in ANSWER}
+        readers = [self._classes[name] for name in READERS if name in self._classes]
+        for cls in (InferenceRunner, InferenceConfig, PromptRollout, *readers, ShortJob):
+            key = self._arguments(cls)["$ref"].rpartition("/")[2]
+            properties |= {name: value for name, value in self.found[key]["properties"].items() if name not in OURS}
+        properties |= self.found[key]["properties"]
+        return {"properties": properties, "required": ["run_folder", "input"], "additionalProperties": False}
 
     def _choice(self, name: str) -> Schema:
         """With this class_path, init_args must be the class's."""

@@ -12,9 +12,9 @@ run that has begun keeps its number of tasks.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from glob import has_magic
 from importlib.util import find_spec
@@ -24,10 +24,18 @@ from typing import Any
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.job import tasks_of
-from datatrove_ckpt.cli.yaml_config import alternatives, import_name, parameters_of, read_argument, refuse_unknown
+from datatrove_ckpt.cli.yaml_config import (
+    alternatives,
+    build,
+    import_name,
+    parameters_of,
+    read_argument,
+    refuse_unknown,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.inference.servers.gpu_slots import visible_gpus
+from datatrove_ckpt.rollouts import Rollout
 
 Node = dict[str, Any]
 
@@ -41,6 +49,8 @@ _SUFFIXES = {
     ".feather": "IpcReader",
     ".csv": "CSVReader",
 }
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+READERS = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
 _MOST_TASKS = 100
 
 
@@ -64,7 +74,7 @@ class ShortJob:
     run_folder: str
     input: str
     prompt: str | None = None
-    rollout: str | Callable[..., Any] | None = None
+    rollout: str | Rollout | None = None
     model: str | None = None
     endpoint: str | list[str] | None = None
     tasks: int | None = None
@@ -72,9 +82,9 @@ class ShortJob:
 
 
 NAMES = [field.name for field in fields(ShortJob)]
-_ANSWER = ("max_tokens", "temperature", "top_p", "stop")
+ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
-_OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
+OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
 
 
 def expand(content: Node, source: str) -> Node:
@@ -89,7 +99,9 @@ def expand(content: Node, source: str) -> Node:
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     for name in ("run_folder", "input"):
         if not isinstance(own.get(name), str):
-            raise ConfigError(f"{source}: {name}: is missing. The short form needs run_folder, input, prompt and model.")
+            raise ConfigError(
+                f"{source}: {name}: is missing. The short form needs run_folder, input, prompt and model."
+            )
     job = ShortJob(**own)
     if "://" in job.run_folder:
         raise ConfigError(
@@ -102,17 +114,17 @@ def expand(content: Node, source: str) -> Node:
     places = [(reader, reader["class_path"]), (config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
-    known = {name: answer for name in _ANSWER}
+    known = dict.fromkeys(ANSWER, answer)
     for node, class_path in places:
         for name in parameters_of(import_name(class_path, source))[0]:
             known.setdefault(name, node.get("init_args", node))
-    known = {name: node for name, node in known.items() if name not in _OURS}
+    known = {name: node for name, node in known.items() if name not in OURS}
     refuse_unknown(content, [*NAMES, *known], source)
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
     if answer:
-        config["default_generation_params"] = {**answer, **config.get("default_generation_params", {})}
+        config["default_generation_params"] = {**config.get("default_generation_params", {}), **answer}
     root = Path(job.run_folder)
     runner |= {
         "output_writer": _node(
@@ -130,6 +142,31 @@ def expand(content: Node, source: str) -> Node:
         slurm = {"time": "1-00:00:00", "job_name": root.name, "requeue_signals": ["SIGUSR1"], **job.slurm}
         return {"executor": _node("SlurmPipelineExecutor", **slurm, **executor)}
     return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
+
+
+def run(
+    *,
+    run_folder: str | Path,
+    input: str | Path,
+    prompt: str | None = None,
+    rollout: Rollout | None = None,
+    model: str | None = None,
+    endpoint: str | list[str] | None = None,
+    **settings: object,
+) -> Path:
+    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
+
+    Returns:
+        The folder of the output.
+
+    Raises:
+        ConfigError: a mistake in the arguments; nothing was started.
+        CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
+    """
+    content = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
+    content |= {"model": model, "endpoint": endpoint, **settings}
+    build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
+    return Path(run_folder, "output")
 
 
 def set_by_name(content: Node, override: str) -> None:
@@ -196,20 +233,27 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(f"{source}: input: {given} cannot be listed: {error_text(error)}.") from error
-    readers = {reader: suffix for name in names for suffix, reader in _SUFFIXES.items() if suffix in _suffixes(name)}
-    if len(readers) != 1:
-        what = f"holds {' and '.join(readers.values())}" if readers else f"holds none of {', '.join(_SUFFIXES)}"
-        raise ConfigError(
-            f"{source}: input: {given} {what}{'' if names else ', and no file at all'}. Name files of one kind, such as "
-            "documents/*.jsonl."
-        )
-    ((reader, suffix),) = readers.items()
-    node = _node(reader, data_folder=folder, glob_pattern=pattern or f"**/*{suffix}*")
-    return node, sum(suffix in _suffixes(name) for name in names)
+    known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
+    others = [name for name in names if _suffix(name) not in known]
+    odd = others if pattern else [name for name in others if any(one in posixpath.basename(name) for one in known)]
+    problem = ""
+    if not known:
+        problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
+    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern):
+        problem = " and ".join(known)
+    elif odd:
+        problem = f"{odd[0]}, too"
+    if problem:
+        advice = "Name files of one kind, such as documents/*.jsonl"
+        raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
+    node = _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
+    return node, len(names) - len(others)
 
 
-def _suffixes(name: str) -> list[str]:
-    return PurePosixPath(name).suffixes[-2:]
+def _suffix(name: str) -> str:
+    """Of the content, without that of a compression."""
+    path = PurePosixPath(name)
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
 def _split(given: str) -> tuple[str, str]:
@@ -219,8 +263,8 @@ def _split(given: str) -> tuple[str, str]:
         first = next(index for index, part in enumerate(parts) if has_magic(part))
         return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
-    if not given.endswith("/") and {*_suffixes(name)} & _SUFFIXES.keys() and not Path(given).is_dir():
-        return folder or ".", name
+    if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
+        return folder or ("/" if given.startswith("/") else "."), f"[{name[0]}]{name[1:]}"  # or it would be an ending
     return given, ""
 
 

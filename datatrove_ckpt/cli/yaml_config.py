@@ -198,8 +198,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
     if Any in kinds or (isinstance(value, str) and str in kinds):  # jsonargparse would read "null" as None
         return value
-    if isinstance(value, str) and any(map(is_callable, kinds)):
-        return _function(value, label, key)
+    if any(map(is_callable, kinds)) and (isinstance(value, str) or callable(value)):
+        return _function(value, label, key) if isinstance(value, str) else value
     with contextlib.suppress(jsonargparse.ArgumentError):
         return checked(hint, value)
     shown = HIDDEN if may_name_secret(key) else show(value)

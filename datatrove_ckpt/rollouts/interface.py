@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceResult
+if TYPE_CHECKING:  # datatrove has no types
+
+    class Document(Protocol):
+        """What a rollout receives: datatrove's Document."""
+
+        text: str
+        id: str
+        media: list[Any]
+        metadata: dict[str, Any]
+
+    class InferenceResult(Protocol):
+        """What ``generate`` returns: datatrove's InferenceResult. ``usage``: numbers of tokens, as the server says."""
+
+        text: str
+        reasoning: str | None
+        finish_reason: str
+        usage: dict[str, Any]
+
+else:
+    from datatrove.data import Document
+    from datatrove.pipeline.inference.types import InferenceResult
 
 Payload: TypeAlias = dict[str, Any]
 """The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""

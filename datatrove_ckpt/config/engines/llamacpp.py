@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,10 +22,14 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import error_text
 
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
+_HUB_SCHEME = "hf://"
+# Of a repository's files, the first that is there: small, and nearly as good as the whole.
+_QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 
 
 class Llamacpp(Engine):
@@ -75,11 +81,16 @@ def resolve_model_path(model: str) -> Path:
     """The GGUF file that ``model`` names.
 
     Args:
-        model: a path, or ``package://NAME/FILE`` for a file inside an installed package, which is not imported.
+        model: a path; ``package://NAME/FILE`` for a file inside an installed package, which is not imported; or
+            ``ORG/NAME`` or ``hf://ORG/NAME/FILE`` for one on the Hugging Face hub, which is downloaded.
 
     Raises:
-        ConfigError: there is no such file or package.
+        ConfigError: there is no such file, package or model.
     """
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", model) is not None and not Path(model).exists()
+    if is_name or model.startswith(_HUB_SCHEME):
+        org, name, *file = model.removeprefix(_HUB_SCHEME).split("/", 2)
+        return _download(f"{org}/{name}", *file)
     if model.startswith(_PACKAGE_SCHEME):
         path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
     else:
@@ -90,6 +101,31 @@ def resolve_model_path(model: str) -> Path:
             f"download one, or name one inside an installed package as package://NAME/FILE."
         )
     return path.absolute()
+
+
+def _download(repo: str, file: str = "") -> Path:
+    """A GGUF file of a model on the hub, or of the repository beside it that holds such files by convention."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        for name in (repo, f"{repo}-GGUF"):
+            with suppress(RepositoryNotFoundError):
+                files = (
+                    [file] if file else sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
+                )
+                for kind in _QUANTISED:
+                    if found := next((one for one in files if kind in one.upper()), None):
+                        return Path(hf_hub_download(name, found))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {error_text(error)}. A file that "
+            f"was downloaded before is found without the hub: {_HUB_SCHEME}{repo}/FILE.gguf."
+        ) from error
+    raise ConfigError(
+        f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "
+        f"{repo} or {repo}-GGUF. Name another model, or a file: {_HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
+    )
 
 
 def _package_folder(model: str) -> Path:

@@ -23,7 +23,6 @@ RUN_ELSEWHERE = {
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
-    "python -m tests.status_page": "tests/unit/test_pages.py compares what it writes with the page",
     "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
     "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",
     "datatrove-ckpt run job.yaml --executor.tasks=40": "tests/integration/test_reshard.py",

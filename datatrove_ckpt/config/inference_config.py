@@ -37,8 +37,8 @@ class InferenceConfig:
     Attributes:
         server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned answers) or "custom" (your
             own script, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model. For llamacpp a GGUF file, or ``package://NAME/FILE`` inside an
-            installed Python package.
+        model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path, ``package://NAME/FILE`` of an
+            installed package, ``hf://ORG/NAME/FILE``, or a name on the hub, where one is found.
         model_max_context: prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
         endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is a variable of the

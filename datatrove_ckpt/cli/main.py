@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+    if not overrides and getattr(arguments, "config", "") is None:
+        parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     try:
         with gc_paused():
@@ -118,8 +120,12 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     for argument in remaining:
         if not argument.startswith("--") or argument.partition("=")[0] in own:
             rest.append(argument)
+        elif "=" in argument:
+            overrides.append(argument)
+        elif (value := next(remaining, None)) is not None:
+            overrides.append(f"{argument}={value}")
         else:
-            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+            rest.append(argument)  # of which the parser says that it is none
     return rest, overrides
 
 

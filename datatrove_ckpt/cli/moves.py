@@ -20,8 +20,8 @@ from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.cli.printing import announce, print_json, say
+from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
 from datatrove_ckpt.maintenance import verify as checks

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import print_json, say
-from datatrove_ckpt.cli.yaml_config import build, make_executor, read_config
+from datatrove_ckpt.cli.short_form import make_executor, read_config
+from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled

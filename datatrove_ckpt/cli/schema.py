@@ -30,10 +30,7 @@ from datatrove_ckpt.cli.yaml_config import (
     parameters_of,
     sayable,
 )
-from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import PromptRollout
-from datatrove_ckpt.runner import InferenceRunner
 
 Schema = dict[str, Any]
 
@@ -115,8 +112,9 @@ class _Definitions:
     def short(self) -> Schema:
         """The short form: its own settings, and by their names those of the classes that it is written out as."""
         properties: Schema = {name: {} for name in ANSWER}
-        readers = [self._classes[name] for name in READERS if name in self._classes]
-        for cls in (InferenceRunner, InferenceConfig, PromptRollout, *readers, ShortJob):
+        names = ("InferenceRunner", "InferenceConfig", "PromptRollout", *READERS)
+        found = [self._classes[name] for name in names if name in self._classes]
+        for cls in (*found, ShortJob):
             key = self._arguments(cls)["$ref"].rpartition("/")[2]
             properties |= {name: value for name, value in self.found[key]["properties"].items() if name not in OURS}
         properties |= self.found[key]["properties"]

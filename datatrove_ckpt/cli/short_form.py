@@ -14,28 +14,28 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 import typing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from datatrove.io import get_datafolder
-
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
     alternatives,
     build,
     import_name,
+    load,
     parameters_of,
     read_argument,
     refuse_unknown,
+    set_at_path,
 )
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.inference.servers.gpu_slots import visible_gpus
-from datatrove_ckpt.rollouts import Rollout
 
 Node = dict[str, Any]
 
@@ -74,7 +74,7 @@ class ShortJob:
     run_folder: str
     input: str
     prompt: str | None = None
-    rollout: str | Rollout | None = None
+    rollout: str | Callable[..., Awaitable[object]] | None = None
     model: str | None = None
     endpoint: str | list[str] | None = None
     tasks: int | None = None
@@ -85,6 +85,48 @@ NAMES = [field.name for field in fields(ShortJob)]
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
 OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
+
+
+# reading a job --------------------------------------------------------------------------------------------------------
+
+
+def read_config(path: str | None, overrides: list[str]) -> Node:
+    """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
+
+    Args:
+        path: None: the overrides are the whole job, in the short form.
+
+    Raises:
+        ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
+    """
+    content = {} if path is None else load(path)
+    named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
+    if "executor" not in content:
+        for override in named:
+            set_by_name(content, override)
+        content = expand(content, path or "the command line")
+    elif named:
+        raise ConfigError(
+            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
+            "--pipeline.1.config.max_concurrent_generations."
+        )
+    for override in overrides:
+        if override not in named:
+            set_at_path(content, override)
+    return content
+
+
+def make_executor(path: str | None, overrides: list[str]) -> Any:
+    """Builds the executor that the file and the overrides describe. Runs nothing.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    return build(read_config(path, overrides))
+
+
+# the long form --------------------------------------------------------------------------------------------------------
 
 
 def expand(content: Node, source: str) -> Node:
@@ -149,7 +191,7 @@ def run(
     run_folder: str | Path,
     input: str | Path,
     prompt: str | None = None,
-    rollout: Rollout | None = None,
+    rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
     **settings: object,
@@ -163,7 +205,7 @@ def run(
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
-    content = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
+    content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
     build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
     return Path(run_folder, "output")
@@ -206,6 +248,8 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
+    from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
+
     gpus = visible_gpus()
     if not gpus and job.slurm is None:
         return config | {"server_type": "llamacpp"}
@@ -228,6 +272,8 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
     if "://" not in given and any(Path(given, name).is_file() for name in _OF_DATASETS):
         return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
+    from datatrove.io import get_datafolder  # slow to import
+
     folder, pattern = _split(given)
     try:
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)

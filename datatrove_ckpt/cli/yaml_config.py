@@ -25,7 +25,6 @@ import inspect
 import json
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -55,7 +54,6 @@ _NAMES_BY_MODULE = {
 MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
-LONG_OVERRIDE = r"(--)?(executor|pipeline)\."
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
@@ -289,44 +287,6 @@ def show(value: Any) -> str:
 # {text}`` is no mapping on a command line, and ``# {text}`` no comment.
 
 
-def read_config(path: str | None, overrides: list[str]) -> dict[str, Any]:
-    """The file's content in the long form, with the overrides applied. Each override is a ``path=value``.
-
-    Args:
-        path: None: the overrides are the whole job, in the short form.
-
-    Raises:
-        ConfigError: see ``load``; or the path of an override does not fit the file.
-    """
-    content: dict[str, Any] = {} if path is None else load(path)
-    named = [one for one in overrides if not re.match(LONG_OVERRIDE, one)]
-    if "executor" not in content:
-        from datatrove_ckpt.cli.short_form import expand, set_by_name  # slow to import
-
-        for override in named:
-            set_by_name(content, override)
-        content = expand(content, path or "the command line")
-    elif named:
-        raise ConfigError(
-            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
-            "--pipeline.1.config.max_concurrent_generations."
-        )
-    for override in overrides:
-        if override not in named:
-            _override(content, override)
-    return content
-
-
-def make_executor(path: str | None, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe. Runs nothing.
-
-    Raises:
-        ConfigError: the first mistake in it.
-    """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    return build(read_config(path, overrides))
-
-
 def read_argument(text: str, kinds: list[Any]) -> Any:
     """A value of the command line, for an argument that takes these kinds."""
     value = read_value(text)
@@ -345,7 +305,7 @@ def _is_bracketed(text: str) -> bool:
     return text.lstrip().startswith(("{", "["))
 
 
-def _override(content: dict[str, Any], override: str) -> None:
+def set_at_path(content: dict[str, Any], override: str) -> None:
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
     if "api_key" in keys:

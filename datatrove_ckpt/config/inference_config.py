@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
@@ -577,6 +578,19 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
     return os.cpu_count() or 1
+
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_GPU_DEVICE = re.compile(r"nvidia\d+")
+_DEV = Path("/dev")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    listed = os.environ.get(VISIBLE_GPUS)
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:  # datatrove has no types
 
     class Document(Protocol):
         """What a rollout receives: datatrove's Document."""
 
+        __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
         id: str
         media: list[Any]
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # datatrove has no types
     class InferenceResult(Protocol):
         """What ``generate`` returns: datatrove's InferenceResult. ``usage``: numbers of tokens, as the server says."""
 
+        __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
         reasoning: str | None
         finish_reason: str
@@ -65,7 +67,7 @@ async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return results
+    return cast("list[InferenceResult]", results)
 
 
 def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:

@@ -122,10 +122,8 @@ def answer(payload: dict[str, Any], times: int) -> str:
         return "I cannot say." if not times else GOOD
     if "structured_outputs" in payload:
         return str(payload["structured_outputs"]["choice"][0])
-    if "regex" in payload:
-        return "1999"
     rating = payload["messages"][-1]["content"].startswith("Rate")
-    return str(times) if rating else f"That is {times}. Answer: {times // 2}"
+    return str(times) if rating else f"That is {times}."
 
 
 @pytest.mark.matrix

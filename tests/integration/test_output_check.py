@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import make_executor
+from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output, stands_elsewhere
 from datatrove_ckpt.output.names import STAGING

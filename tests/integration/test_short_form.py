@@ -12,7 +12,7 @@ import yaml
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import read_config
+from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer, outputs
 
@@ -78,7 +78,7 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
     [
         ({"input": None}, "job.yaml: input: is missing"),
         ({"input": "nothing"}, r"input: nothing holds none of \.jsonl.*no file at all"),
-        ({"input": "mixed"}, r"mixed holds \.jsonl and \.csv. Name files of one kind"),
+        ({"input": "mixed"}, r"mixed holds \.csv and \.jsonl. Name files of one kind"),
         ({"input": "both"}, r"both holds \.json and \.jsonl"),
         ({"input": "backup"}, r"backup holds b.jsonl.bak, too"),
         ({"input": "*/[ab]*"}, r"holds \.csv and "),

@@ -63,7 +63,7 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
     (tmp_path / "job.py").write_text(
         "from datatrove_ckpt import InferenceConfig, run\n"
         "from datatrove_ckpt.rollouts import Document, Generate\n"
-        "reveal_type(InferenceConfig('dummy'))\n"
+        "reveal_type(InferenceConfig('dummy', 'm'))\n"
         "async def rollout(document: Document, generate: Generate) -> str:\n"
         "    reveal_type(document.text)\n"
         "    answer = await generate({'messages': document.txt})\n"
@@ -77,7 +77,7 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
     assert found[:5] == [
         'note: Revealed type is "datatrove_ckpt.config.inference_config.InferenceConfig"',
         'note: Revealed type is "str"',
-        'error: "Document" has no attribute "txt"  [attr-defined]',
+        'error: "Document" has no attribute "txt"; maybe "text"?  [attr-defined]',
         'note: Revealed type is "str"',
         'error: Incompatible return value type (got "dict[str, Any]", expected "str")  [return-value]',
     ]

@@ -19,7 +19,8 @@ from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import build, load, read_config
+from datatrove_ckpt.cli.short_form import read_config
+from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from tests.hub import FakeHub
 

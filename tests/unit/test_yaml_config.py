@@ -234,7 +234,11 @@ def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path)
         ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),
-        ("", 'job.yaml: must have the key "executor" at the top, with class_path and init_args.'),
+        (
+            "",
+            'job.yaml: must have the key "executor" at the top, with class_path and init_args; or those of the short '
+            "form: run_folder, input, prompt and model.",
+        ),
         ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; allowed are executor.'),
     ],
 )

@@ -22,7 +22,6 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import error_text
 
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
@@ -118,9 +117,10 @@ def _download(repo: str, file: str = "") -> Path:
                     if found := next((one for one in files if kind in one.upper()), None):
                         return Path(hf_hub_download(name, found))
     except (OSError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {error_text(error)}. A file that "
-            f"was downloaded before is found without the hub: {_HUB_SCHEME}{repo}/FILE.gguf."
+            f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file that was "
+            f"downloaded before is found without the hub: {_HUB_SCHEME}{repo}/FILE.gguf."
         ) from error
     raise ConfigError(
         f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "

@@ -39,7 +39,7 @@ class InferenceConfig:
         server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned answers) or "custom" (your
             own script, ``model_kwargs["server_script"]``).
         model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path, ``package://NAME/FILE`` of an
-            installed package, ``hf://ORG/NAME/FILE``, or a name on the hub, where one is found.
+            installed package, ``hf://ORG/NAME`` (one is chosen) or ``hf://ORG/NAME/FILE``.
         model_max_context: prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
         endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is a variable of the

@@ -15,7 +15,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-import typing
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from glob import has_magic
@@ -25,12 +24,12 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
-    alternatives,
+    SHORT_NAMES,
     build,
+    construct,
     import_name,
     load,
     parameters_of,
-    read_argument,
     refuse_unknown,
     set_at_path,
 )
@@ -63,7 +62,7 @@ class ShortJob:
         input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``, or their URLs
             (``s3://``, ``hf://datasets/ORG/NAME``).
         prompt: with ``{text}``; ``@FILE``: the text of that file.
-        rollout: in place of a prompt, ``my_module.my_function``.
+        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as ``ChunkedRollout``.
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
@@ -103,7 +102,7 @@ def read_config(path: str | None, overrides: list[str]) -> Node:
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
     if "executor" not in content:
         for override in named:
-            set_by_name(content, override)
+            set_at_path(content, override, ShortJob)
         content = expand(content, path or "the command line")
     elif named:
         raise ConfigError(
@@ -139,12 +138,7 @@ def expand(content: Node, source: str) -> Node:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    for name in ("run_folder", "input"):
-        if not isinstance(own.get(name), str):
-            raise ConfigError(
-                f"{source}: {name}: is missing. The short form needs run_folder, input, prompt and model."
-            )
-    job = ShortJob(**own)
+    job: ShortJob = construct(ShortJob, own, source)
     if "://" in job.run_folder:
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
@@ -211,33 +205,24 @@ def run(
     return Path(run_folder, "output")
 
 
-def set_by_name(content: Node, override: str) -> None:
-    """Applies ``--max-tokens=60`` or ``--slurm.partition=gpu`` to the settings."""
-    path, _, text = override.removeprefix("--").partition("=")
-    *outer, last = path.replace("-", "_").split(".")
-    node = content
-    for name in outer:
-        node = node.setdefault(name, {})
-    hints = {} if outer else typing.get_type_hints(ShortJob)
-    node[last] = read_argument(text, alternatives(hints.get(last, Any)))
-
-
 def _node(class_path: str, **arguments: Any) -> Node:
     return {"class_path": class_path, "init_args": arguments}
 
 
 def _rollout(job: ShortJob, source: str) -> Any:
-    if (job.prompt is None) == (job.rollout is None):
-        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
-    if job.prompt is None:
-        return job.rollout
-    prompt = job.prompt
-    if prompt.startswith("@"):
+    """A prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
+    prompt, name = job.prompt, job.rollout
+    if prompt is not None and prompt.startswith("@"):
         try:
             prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
-    return _node("PromptRollout", prompt=prompt)
+    is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
+    if is_ready or (name is None and prompt is not None):
+        return _node(str(name or "PromptRollout"), **({} if prompt is None else {"prompt": prompt}))
+    if (name is None) == (prompt is None):
+        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
+    return name
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:

@@ -80,6 +80,15 @@ class ShortJob:
     slurm: Node | None = None
 
 
+# As configs/slurm.yaml explains them.
+_SLURM: Node = {
+    "time": "20:00:00",
+    "qos": "",
+    "cpus_per_task": 8,
+    "mem_per_cpu_gb": 8,
+    "requeue_signals": ["SIGUSR1"],
+    "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
+}
 NAMES = [field.name for field in fields(ShortJob)]
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
@@ -175,8 +184,9 @@ def expand(content: Node, source: str) -> Node:
     executor = {"tasks": _tasks(job, root / "checkpoints", files), "logging_dir": str(root / "logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     if job.slurm is not None:
-        slurm = {"time": "1-00:00:00", "job_name": root.name, "requeue_signals": ["SIGUSR1"], **job.slurm}
-        return {"executor": _node("SlurmPipelineExecutor", **slurm, **executor)}
+        slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
+        slurm |= {} if job.endpoint else {"gpus_per_task": 1}
+        return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
     return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
 
 

@@ -132,12 +132,14 @@ def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
-def test_slurm_gets_a_task_for_each_file() -> None:
+def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
     found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu"})
     assert (found["class_path"], found["tasks"], found["partition"]) == ("SlurmPipelineExecutor", 4, "gpu")
-    assert found["time"] == "1:00:00"
+    assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
+    assert main(["run", "job.yaml", "--dry-run"]) == 0
+    assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from datatrove_ckpt.cli.yaml_config import (
     dump,
     import_name,
     is_callable,
+    is_open,
     item_hint,
     leaves,
     parameters_of,
@@ -96,7 +97,8 @@ class FullConfig:
             return self._arguments(plain[0], value, place)
         if isinstance(value, list) and (element := item_hint(kinds)) is not None:
             return [self._given(element, item, f"{place}.{index}", name) for index, item in enumerate(value)]
-        if Any not in kinds and not (isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))):
+        is_text = isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))
+        if not (is_text or Any in kinds or (isinstance(value, dict) and is_open(kinds))):
             with suppress(*_NOT_PLAIN):
                 value = _as_written(checked(hint, value))  # such as 2.0 of "2"
         return self._masked(name, value, place)

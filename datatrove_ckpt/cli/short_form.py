@@ -15,7 +15,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-import typing
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from glob import has_magic
@@ -25,12 +24,12 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
-    alternatives,
+    SHORT_NAMES,
     build,
+    construct,
     import_name,
     load,
     parameters_of,
-    read_argument,
     refuse_unknown,
     set_at_path,
 )
@@ -63,7 +62,7 @@ class ShortJob:
         input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``, or their URLs
             (``s3://``, ``hf://datasets/ORG/NAME``).
         prompt: with ``{text}``; ``@FILE``: the text of that file.
-        rollout: in place of a prompt, ``my_module.my_function``.
+        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as ``ChunkedRollout``.
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
@@ -81,6 +80,15 @@ class ShortJob:
     slurm: Node | None = None
 
 
+# As configs/slurm.yaml explains them.
+_SLURM: Node = {
+    "time": "20:00:00",
+    "qos": "",
+    "cpus_per_task": 8,
+    "mem_per_cpu_gb": 8,
+    "requeue_signals": ["SIGUSR1"],
+    "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
+}
 NAMES = [field.name for field in fields(ShortJob)]
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
@@ -103,7 +111,7 @@ def read_config(path: str | None, overrides: list[str]) -> Node:
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
     if "executor" not in content:
         for override in named:
-            set_by_name(content, override)
+            set_at_path(content, override, ShortJob)
         content = expand(content, path or "the command line")
     elif named:
         raise ConfigError(
@@ -139,12 +147,7 @@ def expand(content: Node, source: str) -> Node:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    for name in ("run_folder", "input"):
-        if not isinstance(own.get(name), str):
-            raise ConfigError(
-                f"{source}: {name}: is missing. The short form needs run_folder, input, prompt and model."
-            )
-    job = ShortJob(**own)
+    job: ShortJob = construct(ShortJob, own, source)
     if "://" in job.run_folder:
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
@@ -181,8 +184,9 @@ def expand(content: Node, source: str) -> Node:
     executor = {"tasks": _tasks(job, root / "checkpoints", files), "logging_dir": str(root / "logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     if job.slurm is not None:
-        slurm = {"time": "1-00:00:00", "job_name": root.name, "requeue_signals": ["SIGUSR1"], **job.slurm}
-        return {"executor": _node("SlurmPipelineExecutor", **slurm, **executor)}
+        slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
+        slurm |= {} if job.endpoint else {"gpus_per_task": 1}
+        return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
     return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
 
 
@@ -211,33 +215,24 @@ def run(
     return Path(run_folder, "output")
 
 
-def set_by_name(content: Node, override: str) -> None:
-    """Applies ``--max-tokens=60`` or ``--slurm.partition=gpu`` to the settings."""
-    path, _, text = override.removeprefix("--").partition("=")
-    *outer, last = path.replace("-", "_").split(".")
-    node = content
-    for name in outer:
-        node = node.setdefault(name, {})
-    hints = {} if outer else typing.get_type_hints(ShortJob)
-    node[last] = read_argument(text, alternatives(hints.get(last, Any)))
-
-
 def _node(class_path: str, **arguments: Any) -> Node:
     return {"class_path": class_path, "init_args": arguments}
 
 
 def _rollout(job: ShortJob, source: str) -> Any:
-    if (job.prompt is None) == (job.rollout is None):
-        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
-    if job.prompt is None:
-        return job.rollout
-    prompt = job.prompt
-    if prompt.startswith("@"):
+    """A prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
+    prompt, name = job.prompt, job.rollout
+    if prompt is not None and prompt.startswith("@"):
         try:
             prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
-    return _node("PromptRollout", prompt=prompt)
+    is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
+    if is_ready or (name is None and prompt is not None):
+        return _node(str(name or "PromptRollout"), **({} if prompt is None else {"prompt": prompt}))
+    if (name is None) == (prompt is None):
+        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
+    return name
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:
@@ -252,7 +247,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 
     gpus = visible_gpus()
     if not gpus and job.slurm is None:
-        return config | {"server_type": "llamacpp"}
+        # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
+        on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
+        return config | {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
     if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
         config["replicas"] = len(gpus)

@@ -133,10 +133,10 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
     label = f"{place} {found.__name__}" if place == "executor" or place.endswith("]") else place
-    return _construct(found, node.get("init_args"), label)
+    return construct(found, node.get("init_args"), label)
 
 
-def _construct(cls: Any, arguments: Any, label: str) -> Any:
+def construct(cls: Any, arguments: Any, label: str) -> Any:
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
     parameters, open_ended = parameters_of(cls)
@@ -189,12 +189,14 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
-        return _construct(plain[0], value, _inside(label, key))
+        return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
     if isinstance(value, list) and (element := item_hint(kinds)) is not None:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
     if Any in kinds or (isinstance(value, str) and str in kinds):  # jsonargparse would read "null" as None
+        return value
+    if isinstance(value, dict) and is_open(kinds):  # and "no" in it as False
         return value
     if any(map(is_callable, kinds)) and (isinstance(value, str) or callable(value)):
         return _function(value, label, key) if isinstance(value, str) else value
@@ -305,16 +307,21 @@ def _is_bracketed(text: str) -> bool:
     return text.lstrip().startswith(("{", "["))
 
 
-def set_at_path(content: dict[str, Any], override: str) -> None:
+def set_at_path(content: dict[str, Any], override: str, short: type | None = None) -> None:
+    """Applies ``path=value``. ``short``: of the short form, whose settings this class has."""
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
+    if short is not None:
+        keys = [key.replace("-", "_") for key in keys]
+    elif keys[0] != "executor":
+        keys = ["executor", *keys]
     if "api_key" in keys:
         raise ConfigError(
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
     node: Any = content
-    kinds: list[Any] = []
-    *outer, last = keys if keys[0] == "executor" else ["executor", *keys]
+    kinds: list[Any] = [] if short is None else [short]
+    *outer, last = keys
     for key in outer:
         kinds = _kinds_inside(node, kinds, key)
         node = _child(node, key, path, {})
@@ -419,6 +426,11 @@ def item_hint(kinds: list[Any]) -> Any:
     """What the items of a list may be, if exactly one of the kinds is a list; else None."""
     lists = [kind for kind in kinds if origin(kind) is list]
     return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+
+
+def is_open(kinds: list[Any]) -> bool:
+    """Whether one of them is a mapping to anything."""
+    return any(origin(kind) is dict and typing.get_args(kind)[1:] in ((), (Any,)) for kind in kinds)
 
 
 def is_class(kind: Any) -> bool:

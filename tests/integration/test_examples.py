@@ -26,7 +26,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.commands import Command
 from tests.jobs import rows as written_rows
-from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, section, table_rows, torch_examples
+from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, exit_codes, section, torch_examples
 from tests.words import write_tokenizer
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -249,7 +249,7 @@ def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> N
 def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, command: Command) -> None:
     shutil.copytree(ROOT / "configs", "configs")
     printed = command("run", "configs/quickstart.yaml", "--pipeline.0.limt=3", code=2).err
-    assert f"    {printed}" in section("docs/cli.md", "## The YAML file")
+    assert f"    {printed}" in section("docs/cli.md", "## The long form")
 
 
 def _run_export(line: str) -> None:
@@ -357,12 +357,7 @@ BY_DEFAULT = [(name, "0") for name, _ in SCENARIOS if name != "plan"]  # which m
 
 
 def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
-    documented = [
-        (name, row[0])
-        for name in dict.fromkeys(name for name, _ in SCENARIOS)
-        for row in table_rows(section("docs/cli.md", f"## {name}"))
-        if row[0][0].isdigit()
-    ]
+    documented = [(name, code) for name in dict.fromkeys(name for name, _ in SCENARIOS) for code in exit_codes(name)]
     assert documented == list(SCENARIOS)
 
 

@@ -76,7 +76,10 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"input": None}, "job.yaml: input: is missing"),
+        ({"input": None}, 'job.yaml: missing key "input"'),
+        ({"tasks": "many"}, 'job.yaml: tasks: "many" is not an int or null'),
+        ({"slurm": "gpu"}, 'job.yaml: slurm: "gpu" is not a mapping or null'),
+        ({"prompt": None}, "give prompt, or rollout"),
         ({"input": "nothing"}, r"input: nothing holds none of \.jsonl.*no file at all"),
         ({"input": "mixed"}, r"mixed holds \.csv and \.jsonl. Name files of one kind"),
         ({"input": "both"}, r"both holds \.json and \.jsonl"),
@@ -101,19 +104,42 @@ def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) ->
 
 def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert expanded(endpoint=None)["runner"]["config"]["server_type"] == "llamacpp"
+    config = expanded(endpoint=None, model="o/m")["runner"]["config"]
+    assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
+    assert expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"] == "o/m.gguf"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = expanded(endpoint=None)["runner"]["config"]
     assert (config["server_type"], config["replicas"]) == ("vllm", 2)
     assert "replicas" not in expanded("--tp=2", endpoint=None)["runner"]["config"]
 
 
-def test_slurm_gets_a_task_for_each_file() -> None:
+def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
+    found = expanded("--max-chars-per-part=100", rollout="ChunkedRollout")["runner"]["rollout_fn"]
+    assert found == {"class_path": "ChunkedRollout", "init_args": {"prompt": "Say {text}", "max_chars_per_part": 100}}
+    assert expanded(rollout="chat", prompt=None)["runner"]["rollout_fn"] == "chat"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-key=sk-1"], "--api-key: other users can see command lines"),
+        (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
+    ],
+)
+def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+    assert main(["run", "job.yaml", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
     found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu"})
     assert (found["class_path"], found["tasks"], found["partition"]) == ("SlurmPipelineExecutor", 4, "gpu")
-    assert found["time"] == "1:00:00"
+    assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
+    assert main(["run", "job.yaml", "--dry-run"]) == 0
+    assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +156,7 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytes
 
 
 def test_print_config_is_the_long_form_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "stop": "no"}))
     assert main(["run", "job.yaml", "--print-config"]) == 0
     Path("long.yaml").write_text(capsys.readouterr().out)
     assert read_config("long.yaml", []) == read_config("job.yaml", [])

@@ -305,10 +305,10 @@ def test_a_missing_model_file_is_named(model: str, message: str) -> None:
 def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub: FakeHub) -> None:
     hub.create_repo("o/m", "model")
     with pytest.raises(ConfigError, match="needs a GGUF file, and the hub has none in o/m or o/m-GGUF"):
-        resolve_model_path("o/m")
+        resolve_model_path("hf://o/m")
     hub.create_repo("o/m-GGUF", "model")
     hub.put("o/m-GGUF", {"m-f16.gguf": b"whole", "m-q4_k_m.gguf": b"small", "README.md": b""}, kind="model")
-    assert resolve_model_path("o/m").read_bytes() == b"small"
+    assert resolve_model_path("hf://o/m").read_bytes() == b"small"
     assert resolve_model_path("hf://o/m-GGUF/m-f16.gguf").read_bytes() == b"whole"
 
 

@@ -257,6 +257,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(
     assert said == message if message else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
 
 
+def test_texts_in_an_open_mapping_stay_texts(job: Build) -> None:
+    params = 'default_generation_params: {stop: "no", user: "1:00:00", n: 2}'
+    config = job(("server_type: dummy,", f"server_type: dummy, {params},")).pipeline[1].config
+    assert config.default_generation_params == {"stop": "no", "user": "1:00:00", "n": 2}
+
+
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "nope.yaml")

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import ConfigError
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
-_HUB_SCHEME = "hf://"
+HUB_SCHEME = "hf://"
 # Of a repository's files, the first that is there: small, and nearly as good as the whole.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 
@@ -81,15 +81,13 @@ def resolve_model_path(model: str) -> Path:
 
     Args:
         model: a path; ``package://NAME/FILE`` for a file inside an installed package, which is not imported; or
-            ``ORG/NAME`` or ``hf://ORG/NAME/FILE`` for one on the Hugging Face hub, which is downloaded.
+            ``hf://ORG/NAME`` or ``hf://ORG/NAME/FILE`` for one on the Hugging Face hub, which is downloaded.
 
     Raises:
         ConfigError: there is no such file, package or model.
     """
-    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", model) is not None and not Path(model).exists()
-    if is_name or model.startswith(_HUB_SCHEME):
-        org, name, *file = model.removeprefix(_HUB_SCHEME).split("/", 2)
-        return _download(f"{org}/{name}", *file)
+    if (found := re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)) is not None:
+        return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
         path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
     else:
@@ -97,12 +95,13 @@ def resolve_model_path(model: str) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
-            f"download one, or name one inside an installed package as package://NAME/FILE."
+            f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed package as "
+            "package://NAME/FILE."
         )
     return path.absolute()
 
 
-def _download(repo: str, file: str = "") -> Path:
+def _download(repo: str, file: str | None) -> Path:
     """A GGUF file of a model on the hub, or of the repository beside it that holds such files by convention."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -120,11 +119,11 @@ def _download(repo: str, file: str = "") -> Path:
         cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file that was "
-            f"downloaded before is found without the hub: {_HUB_SCHEME}{repo}/FILE.gguf."
+            f"downloaded before is found without the hub: {HUB_SCHEME}{repo}/FILE.gguf."
         ) from error
     raise ConfigError(
         f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "
-        f"{repo} or {repo}-GGUF. Name another model, or a file: {_HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
+        f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
     )
 
 

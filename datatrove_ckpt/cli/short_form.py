@@ -246,7 +246,8 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
 
     gpus = visible_gpus()
-    if not gpus and job.slurm is None:
+    is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
+    if is_gguf or (not gpus and job.slurm is None):
         # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
         return config | {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}

@@ -108,6 +108,8 @@ def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
     assert expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"] == "o/m.gguf"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    gguf = expanded(endpoint=None, model="package://p/m.gguf")["runner"]["config"]
+    assert gguf["server_type"] == "llamacpp", "no other engine takes that"
     config = expanded(endpoint=None)["runner"]["config"]
     assert (config["server_type"], config["replicas"]) == ("vllm", 2)
     assert "replicas" not in expanded("--tp=2", endpoint=None)["runner"]["config"]

@@ -105,7 +105,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments), 1)
+        return fail(_with_command(own, arguments, plan), 1)
     finally:
         say_errors_later(False)
     return 0
@@ -128,11 +128,14 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
         say(closing_line(runner, command, checked))
 
 
-def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
-    """The error with the whole command to type, if it names a flag or a command on this file."""
-    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
+def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:
+    """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
+    from datatrove_ckpt.cli.start_over import advice  # maintenance, which a run does not need
+
+    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config or "CONFIG")))
     if (flag := _ACCEPT.search(text)) is not None:
         text += f" The whole command: {arguments.command} {flag[0]}"
+    text += advice(error, plan, arguments)
     if text != str(error):
         error.args = (text,)
     return error

@@ -194,6 +194,8 @@ _TOKEN_PRICE = _argument(
     type=_prices,
 )
 
+_N = partial(_count, "documents")
+
 # commands ------------------------------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, str, tuple[_Argument, ...]]] = []
@@ -220,6 +222,8 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
         "--retry-dead-letters",
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
+    _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
+    _flag("--start-over", "rename what the run has made (runs/x to runs/x.1), and begin anew; not needed to resume"),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:
@@ -395,6 +399,36 @@ def report() -> None:
     exit codes:
       0  the page is written
       1  it could not be read or written
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+
+
+@_command(
+    "show",
+    _WHAT,
+    _argument("N", "how many; 5 unless said otherwise", "--n", type=_N, default=5),
+    _argument("ID", "those with this id, as a whole", "--id"),
+    _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
+    _flag("--dead", "dead letters that no retry has taken, with their causes"),
+    _flag("--longest", "the longest answers first; it reads all output"),
+    _OUTPUT,
+)
+def show() -> None:
+    """Print documents with their answers.
+
+    examples:
+      datatrove-ckpt show quickstart/checkpoints --n 2
+      datatrove-ckpt show quickstart/checkpoints --longest
+
+    (WHAT)
+
+    Documents come from the output files, JSONL or Parquet, in the order of the input; long texts are shortened in their
+    middle, but for those of --id. Secrets and control characters are not printed. A run may be active meanwhile: a file
+    appears when its chunk is finished.
+
+    exit codes:
+      0  at least one document is printed
+      1  there is none, or the output cannot be read
       2  WHAT is no checkpoint, or a mistake on the command line
     """
 

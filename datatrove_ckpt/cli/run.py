@@ -31,6 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         say(FullConfig(content, defaults=False).text().rstrip())
         return 0
+    if arguments.sample is not None:
+        from datatrove_ckpt.cli.show import sample
+
+        return sample(executor, arguments.sample)
+    if arguments.start_over and not arguments.dry_run:
+        from datatrove_ckpt.cli.start_over import start_over
+
+        start_over(executor, arguments)
+        content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
+        executor = build(content)
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)

@@ -94,7 +94,7 @@ def verify(
         report.ranks.append(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
-    report.output = output or _output_folder(report.ranks, planned, given)
+    report.output = output or find_output(report.ranks, planned, given)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_ranks(report)
@@ -104,7 +104,12 @@ def verify(
     return report
 
 
-def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | None) -> str:
+def find_output(ranks: list[RankLedger], planned: str | None, given: str | None) -> str:
+    """The output folder of a run, as its ``run.json`` files name it. The arguments are those of ``verify``.
+
+    Raises:
+        ConfigError: none of them names it.
+    """
     runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
     # Ranks that were complete when the user moved the output still name the old place.

@@ -16,6 +16,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
+from datatrove_ckpt.maintenance.documents import ShownDocument
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -35,6 +36,7 @@ _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _SLOW = 0.5  # of the median
 _LEAST_RANKS = 3  # of fewer there is no median worth the name
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
+_MAX_TEXT = 800  # characters of a document's text
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -69,11 +71,14 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
+def gather(
+    run: RunState, prices: Prices, config: Mapping[str, object], documents: Sequence[ShownDocument] = ()
+) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing.
 
     Args:
         config: the YAML file's content; empty without one.
+        documents: to be shown with their answers.
     """
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
@@ -91,7 +96,7 @@ def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
         figures=list(figures(run)),
         costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in _tables(run, ranks, found, config) if table.rows],
+        tables=[table for table in (_documents(documents), *_tables(run, ranks, found, config)) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -289,6 +294,12 @@ def _tables(
         (key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in run.identity.items()
     ]
     yield Table("Identity", ("name", "value"), identity)
+
+
+def _documents(documents: Sequence[ShownDocument]) -> Table:
+    rows = [(one.id, one.text, one.answer) for one in (each.safe(_MAX_TEXT) for each in documents)]
+    note = "The first ones of the output; long texts are shortened in their middle. More: datatrove-ckpt show."
+    return Table("Documents and answers", ("id", "text", "answer"), rows, note)
 
 
 def _interruptions(found: Sequence[Interruption]) -> Table:

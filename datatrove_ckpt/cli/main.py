@@ -224,6 +224,8 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
     _flag("--start-over", "rename what the run has made (runs/x to runs/x.1), and begin anew; not needed to resume"),
+    _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
+    _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:
@@ -238,6 +240,7 @@ def run() -> None:
     exit codes:
       0  done, or submitted
       1  stopped by an error; the same command resumes
+         with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
     """

@@ -29,7 +29,7 @@ def say(text: str) -> None:
     write_out(f"{text}\n")
 
 
-def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool) -> None:
+def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool = False) -> None:
     """Prints what will be done to a run, then does it, unless it is a ``dry_run``, and prints what is next.
 
     Args:

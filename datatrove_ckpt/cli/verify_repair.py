@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import sys
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -23,9 +25,20 @@ from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
+from datatrove_ckpt.maintenance.where import (
+    Place,
+    begun_in,
+    config_differences,
+    open_place,
+    output_folder_of,
+    restored,
+    upload,
+)
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.preflight.run_plan import RunPlan
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -33,7 +46,7 @@ from datatrove_ckpt.process.task_errors import log_disabled
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
     with place_of(arguments) as place:
-        report = _report(arguments, place)
+        report = _report(place, arguments.output, arguments.full)
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
@@ -46,9 +59,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def _report(arguments: argparse.Namespace, place: Place) -> Report:
-    planned = output_folder_of(place.config)
-    return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)
+def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
+    return checks.verify(place.folder, output, full, place.given, planned or output_folder_of(place.config))
 
 
 def _check_config(report: Report, place: Place) -> None:
@@ -132,17 +144,43 @@ def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with place_of(arguments, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
         logging_dir = arguments.logging_dir or place.logging_dir
-        report = _report(arguments, place)
+        report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
         _check_config(report, place)
         plan = make_plan(report, logging_dir)
-        lines = [*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)]
+        lines = _lines(plan, logging_dir)
         is_needed = plan.ranks or plan.markers
         if not is_needed:
             lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
         do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
         announce(map(place.said, lines), do, arguments.dry_run)
     return 1 if plan.left else 0
+
+
+def repair_before_run(run: RunPlan) -> bool:
+    """Prints what ``repair`` does to the checkpoints of a job, asks on a terminal, and does it. Nothing to do: silent.
+
+    Returns False if the user says no.
+    """
+    logging_dir = str(run.logging_dir.resolve_paths(""))
+    for step, root in run.kept:
+        if (what := begun_in(root, step.checkpoints_remote_dir)) is None:
+            continue
+        with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
+            report = _report(place, planned=str(step.output_writer.output_folder.resolve_paths("")))
+            plan = make_plan(report, logging_dir)
+            if not (plan.ranks or plan.markers):
+                continue
+            check_output_folder(report)
+            announce(map(place.said, _lines(plan, logging_dir)), None)
+            if sys.stdin.isatty() and input("Repair this, and run? [y/N] ").strip().lower() not in ("y", "yes"):
+                return False
+            _repair(plan, report, logging_dir, named, place)
+    return True
+
+
+def _lines(plan: Plan, logging_dir: str | None) -> list[str]:
+    return [*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)]
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:

@@ -56,6 +56,7 @@ MASK = "*** hidden ***"
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
+_MOST_LISTED = 20
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
@@ -136,18 +137,22 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     return construct(found, node.get("init_args"), label)
 
 
-def construct(cls: Any, arguments: Any, label: str) -> Any:
+def construct(cls: Any, arguments: Any, label: str, outer: dict[str, str] | None = None) -> Any:
+    """``outer``: where the keys around its own belong, if it is an argument that is a mapping."""
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments or {}, list(parameters), label)
+        refuse_unknown(arguments or {}, list(parameters), label, outer or _inner(parameters))
     if "api_key_env" in parameters and (arguments or {}).get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {k: _value(parameters.get(k, ANYTHING).hint, v, label, k) for k, v in (arguments or {}).items()}
+    values = {
+        key: _value(parameters.get(key, ANYTHING).hint, value, label, key, dict.fromkeys(parameters, f"beside {key}"))
+        for key, value in (arguments or {}).items()
+    }
     missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if missing:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
@@ -182,14 +187,14 @@ def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> st
     return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
 
 
-def _value(hint: Any, value: Any, label: str, key: str) -> Any:
+def _value(hint: Any, value: Any, label: str, key: str, outer: dict[str, str] | None = None) -> Any:
     """A value as its annotation requires it: built, imported, or checked by jsonargparse."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
-        return construct(plain[0], value, _inside(label, key))
+        return construct(plain[0], value, _inside(label, key), outer)
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
     if isinstance(value, list) and (element := item_hint(kinds)) is not None:
@@ -265,10 +270,26 @@ def _inside(label: str, key: str) -> str:
     return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
 
 
-def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
+def _inner(parameters: dict[str, Parameter]) -> dict[str, str]:
+    """Where the keys of arguments belong that are mappings themselves, such as ``config``."""
+    mappings = [(key, kind) for key, one in parameters.items() for kind in alternatives(one.hint)]
+    return {
+        name: f"in {key}" for key, kind in mappings if dataclasses.is_dataclass(kind) for name in parameters_of(kind)[0]
+    }
+
+
+def refuse_unknown(
+    mapping: dict[str, Any], known: list[str], place: str, elsewhere: dict[str, str] | None = None
+) -> None:
+    """Refuses keys that are not known. ``elsewhere``: where other keys belong."""
     for key in mapping:
         if key not in known:
-            hint = _did_you_mean(key, known) or f"; allowed are {', '.join(known) or 'none'}."
+            others = elsewhere or {}
+            hint = f"; it belongs {others[key]}." if key in others else ""
+            hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
+            if not hint and len(known) > _MOST_LISTED:
+                hint = "; `datatrove-ckpt schema` prints all keys."
+            hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 

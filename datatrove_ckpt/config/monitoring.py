@@ -16,6 +16,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import holds_credentials
 
+_TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}  # of which job it is
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 
 
@@ -25,7 +26,7 @@ class MonitoringConfig:
 
     Attributes:
         run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it is called
-            checkpoints), or else of the output folder.
+            checkpoints, ck or the like), or else of the output folder.
         metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs the extra
             ``metrics``.
         metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
@@ -102,9 +103,8 @@ class MonitoringConfig:
         if self.run_name is not None:
             return self.run_name
         parts = [part for part in (output if checkpoints is None else str(checkpoints)).split("/") if part]
-        if len(parts) > 1 and parts[-1] in ("checkpoint", "checkpoints"):
-            del parts[-1]
-        return parts[-1] if parts else "run"
+        telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
+        return (telling or parts or ["run"])[-1]
 
     def tracked_job(self, checkpoints: Path, run: Mapping[str, object], settings: Mapping[str, object]) -> TrackedJob:
         """What a tracker is told.

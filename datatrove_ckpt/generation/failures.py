@@ -98,7 +98,7 @@ class Failures:
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
         document, name = source.document, _named(source.id, slot)
-        cause = f"{cause_of(error).removesuffix('.')}{raised_at(error)}"
+        cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
             _stop(name, cause, error, document, self.if_corrected)
         self.dead += 1

@@ -38,7 +38,7 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.screen import WAITING, RankProgress, Report, RunProgress, Screen, reporter
+from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
 from datatrove_ckpt.redaction import redact
@@ -183,7 +183,7 @@ class RankReporter:
         if self._shutdown.is_requested:
             return "stopping"
         if self._client is None:
-            return WAITING
+            return READING if self._source is not None and not self._source.handed_over else WAITING
         silent = time.monotonic() - self._answered_at
         if self._client.stats.in_flight and silent >= _SILENCE_SECONDS:
             return f"no answer for {duration(silent)}"

@@ -308,7 +308,7 @@ class RankMessages:
                 f", saved: {plural(self.progress.documents, 'document')} of this run and every answer. "
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command again to resume."
             )
-        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause} after {shutdown.seconds:.1f} s{saved}")
+        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause}, ended in {shutdown.seconds:.1f} s{saved}")
 
     def done(self, where: str) -> None:
         """All documents are in the output folder, which is named."""

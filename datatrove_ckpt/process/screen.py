@@ -29,6 +29,7 @@ from loguru import logger
 from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
 
 WAITING = "waiting for the server"
+READING = "reading the input"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _LONGEST_LEFT = 1e9  # a longer time left is chance
@@ -230,7 +231,7 @@ class RunProgress:
             return "starting"
         states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
         state = states.pop() if len(states) == 1 else ""
-        return "" if state == WAITING and self.rates.documents else state  # short tasks that have just begun
+        return "" if state in (WAITING, READING) and self.rates.documents else state  # short tasks that have just begun
 
     def line(self) -> str:
         """The text of a line in the log."""

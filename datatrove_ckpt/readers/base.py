@@ -281,9 +281,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
         options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
         ask = partial(self.data_folder.get_shard, rank, world_size, **options)
-        found: list[str] | None = (
-            ask() if self.data_folder.is_local() else retrying.READING.run(ask, self.data_folder.path)
-        )
+        what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
+        found: list[str] | None = ask() if self.data_folder.is_local() else retrying.READING.run(ask, what)
         return found
 
     def _documents(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -215,7 +216,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         token = self.dataset_options.get("token")
         commit = self._commit(commit)
         try:
-            dataset = retrying.READING.run(lambda: self._load(commit), f"the dataset {self.dataset}")
+            dataset = retrying.READING.run(lambda: self._load(commit), f"The dataset {self.dataset} cannot be opened")
         except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
@@ -262,9 +263,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         api = HfApi(token=self.dataset_options.get("token"))
         try:
-            found = retrying.READING.run(
-                lambda: api.dataset_info(repository, revision=revision), f"the dataset {repository}"
-            )
+            ask = partial(api.dataset_info, repository, revision=revision)
+            found = retrying.OPENING.run(ask, f"The dataset {repository} cannot be found on the hub")
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache

@@ -107,7 +107,7 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, server: FakeS
     job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
     job.checkpoints_local_dir = None
     job.run(documents(3))
-    found = samples((tmp_path / "a_00000.prom").read_text(), run="output")
+    found = samples((tmp_path / "a_00000.prom").read_text(), run=tmp_path.name)
     assert found["rank_documents written"] == found["documents_total"] == 3
     assert found["rank_state done"] == 1
 

@@ -181,6 +181,12 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
          "prompt_column, generation_config, chars_per_token, tokenizer, tokenizer_revision, max_prompt_tokens, "
          "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine."),
+        (CONFIG, f"{CONFIG}\n          server_patience_seconds: 5",
+         f'{RUNNER}: unknown key "server_patience_seconds"; it belongs in config.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",
+         f'{RUNNER}.config: unknown key "skip_bad_requests"; it belongs beside config.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, zzz: true}",
+         f'{RUNNER}.config: unknown key "zzz"; `datatrove-ckpt schema` prints all keys.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
         ("server_type: dummy", "server_type: vlm",

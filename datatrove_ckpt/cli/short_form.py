@@ -243,6 +243,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
+    config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
     from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
 
     gpus = visible_gpus()
@@ -250,7 +251,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     if is_gguf or (not gpus and job.slurm is None):
         # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
-        return config | {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
+        config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
+        # Each request in work costs the memory of a whole context.
+        return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
     if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
         config["replicas"] = len(gpus)

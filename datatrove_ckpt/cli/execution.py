@@ -20,7 +20,6 @@ import multiprocess
 from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
@@ -32,6 +31,7 @@ from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
@@ -130,8 +130,8 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
 
 def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
     """The error with the whole command to type, if it names a flag or a command on this file."""
-    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
-    if (flag := _ACCEPT.search(text)) is not None:
+    text = with_config(str(error), [arguments.config, *arguments.overrides] if arguments.config else ())
+    if (flag := _ACCEPT.search(str(error))) is not None:
         text += f" The whole command: {arguments.command} {flag[0]}"
     if text != str(error):
         error.args = (text,)

@@ -40,7 +40,7 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
+from datatrove_ckpt.maintenance.where import Place, is_config, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
@@ -58,7 +58,7 @@ _SHOWN, _OTHERS_SHOWN, _MOVED_SHOWN = 20, 5, 5
 def relocate(arguments: argparse.Namespace) -> int:
     """Compares the files, prints what it changes, and changes it. Returns the exit code."""
     with place_of(arguments, trusted=True) as named, restored(named) as place:
-        output = arguments.output or output_folder_of(place.config)
+        output = arguments.output or place.output
         if output is None:
             raise ConfigError(
                 "--output: name the folder, or the URL, where the output files are now. A YAML file of the run at the "
@@ -89,7 +89,7 @@ def _relocate(plan: Relocation, place: Place) -> str:
 def _way_out(plan: Relocation, place: Place) -> str:
     if any(problem.kind == "rank" for problem in plan.obstacles):
         return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
-    repair = repair_command(place.given, output=plan.report.output)
+    repair = repair_command(*place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
     return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
@@ -319,7 +319,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
-        again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
+        again = ["datatrove-ckpt", "run", arguments.what, *overrides]
         say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
     return 0
 

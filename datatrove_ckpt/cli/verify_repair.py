@@ -23,7 +23,7 @@ from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
+from datatrove_ckpt.maintenance.where import Place, config_differences, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -47,16 +47,15 @@ def verify(arguments: argparse.Namespace) -> int:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def _report(arguments: argparse.Namespace, place: Place) -> Report:
-    planned = output_folder_of(place.config)
-    return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)
+    return checks.verify(place.folder, arguments.output, arguments.full, place.given, place.output)
 
 
 def _check_config(report: Report, place: Place) -> None:
     """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
     if differing := config_differences(place, [rank.run for rank in report.ranks if rank.run and not rank.root]):
         message = (
-            f"{place.given} is not the configuration of this run: {'; '.join(differing)}. What is said here is about "
-            f"the run in {place.what}, with its own settings."
+            f"{place.given[0]} is not the configuration of this run: {'; '.join(differing)}. What is said here is "
+            f"about the run in {place.what}, with its own settings."
         )
         report.add_problem("config", message)
 

@@ -231,7 +231,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
     path.unlink()
     if older:
         path.write_bytes(old)
-    said = r"shares\.json is (missing|older \(number 1\)), so nobody knows what each rank reads"
+    said = r"shares\.json is (missing|older \(number 1\)), so it is not known what each rank reads"
     starts: list[Callable[[], object]] = [
         lambda: job.executor(3).run(),
         lambda: job.executor(2).run(),

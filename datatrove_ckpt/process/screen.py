@@ -215,7 +215,7 @@ class RunProgress:
         left = (1.0 - share) / rate
         for rank, (at, before) in self._begun.items():
             moved = (self._last[rank].share or 0.0) - before
-            if rank not in self._done and moved > 0:
+            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
         return left if left < _LONGEST_LEFT else None
 

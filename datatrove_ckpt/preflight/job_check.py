@@ -238,8 +238,10 @@ def _refuse_changes(
         if finished:
             logger.warning(finished)
         return
-    way_out = way_back(found.changes, runner.identity, may_mix, len(skipped) < tasks)
-    if len(skipped) == tasks:
+    tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
+    is_left = len(skipped) < tasks
+    way_out = way_back(found.changes, runner.identity, may_mix, is_left)
+    if not is_left:
         way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):

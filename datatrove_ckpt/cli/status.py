@@ -129,15 +129,16 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
+    trouble = ["", *wrapped(describe_trouble(state, style), width)] if state.troubled or state.refusal else []
     room = height - len(lines) - len(foot) - 3
+    room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
     ranks = _ordered(state)
     shown = ranks if len(ranks) <= room else ranks[: max(0, room - 1)]
     lines += ["", *table(shown, state.read_at, style)] if room > 0 else []
     if len(shown) < len(ranks) and room > 0:
         lines.append(f"{'...':>6}  {len(ranks) - len(shown):,} more; --all without --watch prints them")
-    if (state.troubled or state.refusal) and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
-        lines += ["", *wrapped(describe_trouble(state, style), width)][:left]
-    lines += [""] * max(0, height - len(lines) - len(foot))
+    lines += trouble[: max(0, height - len(lines) - len(foot))]
+    lines += [""] * (height - len(lines) - len(foot))
     return [cut(line, width) for line in [*lines[: max(0, height - len(foot))], *foot][:height]]
 
 

@@ -132,6 +132,7 @@ class NewRun:
         identity: what it will be, if there is a file.
         mirror: its ``checkpoints_remote_dir``, likewise.
         logging_dir: its executor's, likewise.
+        command: starts it, likewise.
     """
 
     folder: Path
@@ -139,6 +140,7 @@ class NewRun:
     identity: RunIdentity | None = None
     mirror: str | None = None
     logging_dir: str = ""
+    command: str = ""
     changes: list[Change] = field(default_factory=list)
 
 
@@ -176,7 +178,9 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
             "the file."
         )
     step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
-    return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new = NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new.command = shlex.join(["datatrove-ckpt", "run", arguments.new, *arguments.overrides])
+    return new
 
 
 def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
@@ -293,7 +297,7 @@ def _put_in_place(folder: Path, new: NewRun) -> str:
     put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
-        return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
+        return f"Made {where}. Start the new run: {new.command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."

@@ -116,7 +116,7 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command, fo
     new = elsewhere(job)
     fork(job.folder, new.folder)
     printed = command("status", new.checkpoints).out
-    assert f"{new.checkpoints} is a fork that has not started. Start it with `datatrove-ckpt run`." in printed
+    assert f"{new.checkpoints} is a fork that has not started. Start it: datatrove-ckpt run CONFIG" in printed
     assert "started it again" not in printed
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
     assert "Run the command that started it again" in command("status", new.checkpoints).out

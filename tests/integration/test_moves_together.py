@@ -117,9 +117,9 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command, fo
     fork(job.folder, new.folder)
     printed = command("status", new.checkpoints).out
     assert f"{new.checkpoints} is a fork that has not started. Start it: datatrove-ckpt run CONFIG" in printed
-    assert "started it again" not in printed
+    assert "To resume" not in printed
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
-    assert "Run the command that started it again" in command("status", new.checkpoints).out
+    assert "First correct what ended rank 1" in command("status", new.checkpoints).out
 
 
 def test_verify_compares_the_new_number_of_tasks_with_the_file(here: Path, command: Command) -> None:

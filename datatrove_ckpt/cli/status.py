@@ -328,8 +328,7 @@ def age(state: RunState) -> str:
 
 def _ago(state: RunState) -> str:
     """How old the lines are that tell where the ranks stand, with a space before it; empty if they are new."""
-    as_of = state.together.as_of
-    seconds = 0.0 if as_of is None else state.read_at - as_of
+    seconds = state.read_at - (state.together.as_of or state.read_at)
     return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
 
 
@@ -390,7 +389,7 @@ def _plural(number: int, noun: str) -> str:
 def _rate(totals: Totals) -> str:
     is_new = totals.as_of is None and not totals.rates.documents
     now = "no rate yet; " if is_new else f"{figure(totals.rates.documents)} documents/s now; "
-    now = now if totals.states["running"] else ""
+    now *= totals.states["running"] > 0
     worked = duration(totals.working_seconds)
     if totals.documents and not totals.average.documents:
         return f"{now}no average yet, after {worked} at work"

@@ -107,7 +107,7 @@ def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command)
     plan.write_bytes(ReshardPlan(4, 2, 1).to_json())
     printed = command("status", job.checkpoints).out
     assert f"was interrupted while it changed {job.checkpoints} from 4 to 2 tasks. Run it again (--tasks 2)" in printed
-    assert "Run the command that started it again" not in printed
+    assert "To resume" not in printed
 
 
 @pytest.mark.slow

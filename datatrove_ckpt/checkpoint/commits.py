@@ -56,8 +56,9 @@ class CommitsDamaged(CheckpointCorrupt):
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
-            f"from the mirror. If there is none: {repair_command(_checkpoints(path.parent), logging_dir)}, then run "
-            "the same command again. Commits that can be proved are kept; the other chunks are processed again."
+            f"from the mirror. If there is none: {repair_command(_checkpoints(path.parent), logging_dir=logging_dir)}, "
+            "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
+            "again."
         )
         self.path, self.what, self.logging_dir = path, what, logging_dir
 
@@ -65,9 +66,9 @@ class CommitsDamaged(CheckpointCorrupt):
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
 
 
-def repair_command(checkpoints: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
+def repair_command(*what: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
     """The command that repairs a checkpoint, quoted for a shell."""
-    command = ["datatrove-ckpt", "repair", str(checkpoints)]
+    command = ["datatrove-ckpt", "repair", *map(str, what)]
     command += [] if output is None else ["--output", output]
     command += [] if logging_dir is None else ["--logging-dir", logging_dir]
     return shlex.join(command)

@@ -256,10 +256,10 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     if found:
         return found
     if not checkpoints.exists():
-        raise ConfigError(f"{checkpoints} does not exist. Give the folder that checkpoints_local_dir names.")
+        raise ConfigError(f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir.")
     raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
-        "checkpoints_local_dir names."
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
+        "that of checkpoints_local_dir."
     )
 
 

@@ -21,7 +21,6 @@ from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.disk_errors import too_large
-from datatrove_ckpt.checkpoint.foreign import MIGRATE
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
@@ -34,6 +33,7 @@ from datatrove_ckpt.cli.verify_repair import repair_before_run
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
@@ -145,10 +145,10 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
     from datatrove_ckpt.cli.start_over import advice  # maintenance, which a run does not need
 
-    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config or "CONFIG")))
+    text = with_config(str(error), [arguments.config, *arguments.overrides] if arguments.config else ())
     if "--repair" not in arguments.command.split():
         text = _REPAIR.sub(lambda found: f"{arguments.command} --repair", text)
-    if (flag := _ACCEPT.search(text)) is not None:
+    if (flag := _ACCEPT.search(str(error))) is not None:
         text += f" The whole command: {arguments.command} {flag[0]}"
     text += advice(error, plan, arguments)
     if text != str(error):

@@ -39,8 +39,8 @@ any argument in the file can be set on the command line; init_args is left out, 
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
 _WHAT_HELP = """\
-WHAT is a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir: s3://, hf://, a path), or the
-YAML file of the run, with the overrides that the run had:
+WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
+s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -183,7 +183,7 @@ def _flag(name: str, help: str) -> _Argument:
 
 
 _CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
-_WHAT = _argument("WHAT", "checkpoint folder, URL of its mirror, or YAML file of the run")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
@@ -250,6 +250,7 @@ def run() -> None:
     "run",
     _CONFIG,
     _JSON,
+    _flag("--all", "print the checks that are ok, too"),
     _argument(
         "RATE",
         "of one task, to compare what piles up while the hub refuses commits with the room for it",
@@ -263,8 +264,9 @@ def doctor() -> None:
     examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
-    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check:
-    ok, warning (continue if this is what you want) or problem (the run would fail, or could lose work), and what to do.
+    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check and
+    what to do: warning (continue if this is what you want) or problem (the run would fail, or could lose work).
+    Problems come last; --all prints the checks that are ok, too.
     The checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
     nothing behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
 
@@ -330,8 +332,8 @@ def migrate() -> None:
 
     CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
     output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that
-    run first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host
-    that has its files open to write, and files that change meanwhile; young files are a warning.
+    run first, also if it waits in a queue or for its server: it takes no lock, so migrate notices it only if it has
+    files open on this host, or changes files meanwhile. Files that changed lately are a warning.
 
     Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
     document by document, and processed again by the next run. FOLDER is not changed, unless it is the
@@ -371,7 +373,7 @@ def status() -> None:
     (WHAT)
 
     It only reads; a run may be active meanwhile. The sums come first, then the ranks that need attention: damaged,
-    failed, lost (ended without a word), silent, stuck, slow, interrupted. docs/status.md says what each of them means.
+    failed, lost (killed, or its node is gone), silent, stuck, slow, interrupted. docs/status.md tells what each means.
 
     exit codes:
       0  no rank is damaged

@@ -40,7 +40,7 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
+from datatrove_ckpt.maintenance.where import Place, is_config, restored
 from datatrove_ckpt.maintenance.where import upload as upload_ranks
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
@@ -58,7 +58,7 @@ _SHOWN, _OTHERS_SHOWN, _MOVED_SHOWN = 20, 5, 5
 def relocate(arguments: argparse.Namespace) -> int:
     """Compares the files, prints what it changes, and changes it. Returns the exit code."""
     with place_of(arguments, trusted=True) as named, restored(named) as place:
-        output = arguments.output or output_folder_of(place.config)
+        output = arguments.output or place.output
         if output is None:
             raise ConfigError(
                 "--output: name the folder, or the URL, where the output files are now. A YAML file of the run at the "
@@ -89,7 +89,7 @@ def _relocate(plan: Relocation, place: Place) -> str:
 def _way_out(plan: Relocation, place: Place) -> str:
     if any(problem.kind == "rank" for problem in plan.obstacles):
         return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
-    repair = repair_command(place.given, output=plan.report.output)
+    repair = repair_command(*place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
     return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
@@ -132,6 +132,7 @@ class NewRun:
         identity: what it will be, if there is a file.
         mirror: its ``checkpoints_remote_dir``, likewise.
         logging_dir: its executor's, likewise.
+        command: starts it, likewise.
     """
 
     folder: Path
@@ -139,6 +140,7 @@ class NewRun:
     identity: RunIdentity | None = None
     mirror: str | None = None
     logging_dir: str = ""
+    command: str = ""
     changes: list[Change] = field(default_factory=list)
 
 
@@ -176,7 +178,9 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
             "the file."
         )
     step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
-    return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new = NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new.command = shlex.join(["datatrove-ckpt", "run", arguments.new, *arguments.overrides])
+    return new
 
 
 def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
@@ -293,7 +297,7 @@ def _put_in_place(folder: Path, new: NewRun) -> str:
     put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
-        return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
+        return f"Made {where}. Start the new run: {new.command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
@@ -319,7 +323,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
-        again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
+        again = ["datatrove-ckpt", "run", arguments.what, *overrides]
         say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
     return 0
 

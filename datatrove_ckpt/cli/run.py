@@ -16,6 +16,7 @@ from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.process.task_errors import log_disabled
 
 
@@ -62,7 +63,10 @@ def doctor(arguments: argparse.Namespace) -> int:
         warnings = sum(check.state == "warning" for check in checks)
         found = plural(problems, "problem") if problems else "no problem"
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        say("\n".join([*map(str, checks), total]))
+        states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
+        shown = [str(check) for state in states for check in checks if check.state == state]
+        given = [arguments.config, *arguments.overrides] if arguments.config else ()
+        say(with_config("\n".join([*shown, total]), given))
     return code
 
 

@@ -63,7 +63,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     quiet = log_disabled("datatrove_ckpt.generation.rank")  # its lines tell of a run that can be resumed
     with Interruption(()), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         asked = take_sample(RunPlan(executor), number, Path(folder))
-        place = Place(folder, Path(folder, "checkpoints"), folder)
+        place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = [*read_documents(place), *read_dead_letters(place)] if asked else []
     failed = 0
     for index, (name, question) in enumerate(asked, 1):

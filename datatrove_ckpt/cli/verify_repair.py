@@ -30,7 +30,6 @@ from datatrove_ckpt.maintenance.where import (
     begun_in,
     config_differences,
     open_place,
-    output_folder_of,
     restored,
     upload,
 )
@@ -60,15 +59,15 @@ def verify(arguments: argparse.Namespace) -> int:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
-    return checks.verify(place.folder, output, full, place.given, planned or output_folder_of(place.config))
+    return checks.verify(place.folder, output, full, place.given, planned or place.output)
 
 
 def _check_config(report: Report, place: Place) -> None:
     """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
     if differing := config_differences(place, [rank.run for rank in report.ranks if rank.run and not rank.root]):
         message = (
-            f"{place.given} is not the configuration of this run: {'; '.join(differing)}. What is said here is about "
-            f"the run in {place.what}, with its own settings."
+            f"{place.given[0]} is not the configuration of this run: {'; '.join(differing)}. What is said here is "
+            f"about the run in {place.what}, with its own settings."
         )
         report.add_problem("config", message)
 

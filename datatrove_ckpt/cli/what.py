@@ -17,4 +17,5 @@ def place_of(
         return open_place(arguments.what, wanted=wanted, trusted=trusted)
     from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
-    return open_place(arguments.what, read_config(arguments.what, arguments.overrides), wanted, trusted)
+    overrides = arguments.overrides
+    return open_place(arguments.what, read_config(arguments.what, overrides), wanted, trusted, overrides)

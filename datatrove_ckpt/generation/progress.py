@@ -47,7 +47,6 @@ MINUTE_SECONDS = 60.0
 _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
 _SPREAD_EVERY = 10
 _RECENT = 4096
-_MAX_MESSAGE = 300
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
@@ -257,13 +256,12 @@ async def _screen(interval: float) -> AsyncIterator[Report]:
 
 
 def _described(error: BaseException | None) -> str:
-    """One line. The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
+    """The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
     if error is None:
         return ""
     if not isinstance(error, CkptError):
         return type(error).__name__
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text}"[:_MAX_MESSAGE]
+    return redact(f"{type(error).__name__}: {error}")
 
 
 # input progress -------------------------------------------------------------------------------------------------------

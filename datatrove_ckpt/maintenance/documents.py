@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.maintenance.report.page import shortened
 from datatrove_ckpt.maintenance.verify import find_output
-from datatrove_ckpt.maintenance.where import Place, output_folder_of
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.redaction import redact
 from datatrove_ckpt.retrying import failure_line, file_system_call
@@ -59,7 +59,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(output or find_output(ranks, output_folder_of(place.config), place.given))
+    folder = get_datafolder(output or find_output(ranks, place.output, place.given[0]))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:

@@ -160,9 +160,9 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused:
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
-                    found.append(as_read(document).data)
-                    if len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline:
+                    if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return False
+                    found.append(as_read(document).data)
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one

@@ -174,7 +174,7 @@ class RunProgress:
     def share(self) -> float | None:
         """Of the whole input, from 0 to 1. None if a rank does not know its own.
 
-        Ranks that have not begun count as 0, and as large as the mean of the others.
+        A rank that has not begun is taken to be as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
         shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
@@ -216,7 +216,7 @@ class RunProgress:
         left = (1.0 - share) / rate
         for rank, (at, before) in self._begun.items():
             moved = (self._last[rank].share or 0.0) - before
-            if rank not in self._done and moved > 0:
+            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
         return left if left < _LONGEST_LEFT else None
 

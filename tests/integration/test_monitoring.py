@@ -176,7 +176,7 @@ def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    printed = command("doctor", "job.yaml", code=None).out
+    printed = command("doctor", "job.yaml", "--all", code=None).out
     assert "ok       monitoring, ready: everything that it needs is installed here." in printed
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
     said = command("doctor", "job.yaml", code=None).out

@@ -89,7 +89,7 @@ def test_no_config_differs_from_the_run_that_it_makes(path: Path, monkeypatch: p
     executor = build(read_config(str(path), []))
     (step,) = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = as_kept(step.identity(executor.world_size).fields)
-    place = Place("checkpoints", Path(), str(path), tasks=executor.world_size, config=read_config(str(path), []))
+    place = Place("checkpoints", Path(), [str(path)], tasks=executor.world_size, config=read_config(str(path), []))
     assert config_differences(place, [kept]) == []
     assert config_differences(place, [kept | {"records_per_chunk": -1, "model": "x"}, kept]) == []
     (found,) = config_differences(place, [kept | {"tasks": 999}])

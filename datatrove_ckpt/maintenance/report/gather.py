@@ -159,7 +159,7 @@ def figures(run: RunState) -> Iterator[Figure]:
     lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
     text, note = short(lost), "in flight at the last lines of attempts that were killed"
     yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
-    note = f"{silent or 'none'} ended {NO_WORD}"
+    note = f"{silent or 'none'} {NO_WORD}"
     yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
     dead = run.together.counts.dead
     note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
@@ -369,13 +369,13 @@ def _limit(buckets: Buckets, number: float) -> float:
 
 
 def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rates = [one.log.rate for one in ranks if one.log.rate is not None]
+    rates = [one.log.rate for one in ranks if one.log.rate is not None and one.state.is_measured]
     median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else 0.0
     rows, tones = [], list[Tone]()
     for one in ranks:
         state, rate, share = one.state, one.log.rate, one.state.position.share
         share = 1.0 if state.state == "finished" else share
-        is_slow = state.trouble == "slow" or (rate is not None and rate < _SLOW * median)
+        is_slow = state.trouble == "slow" or (rate is not None and one.state.is_measured and rate < _SLOW * median)
         reason = state.reason
         if is_slow and not reason and rate is not None:
             reason = f"slow: {percent(rate / median)} of the median"

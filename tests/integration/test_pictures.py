@@ -64,7 +64,7 @@ def keep(name: str, picture: str) -> None:
 @pytest.mark.slow
 def test_the_pictures_show_what_a_run_prints(here: Path, command: Command) -> None:
     write_tasks(here, 4, 40)
-    checkpoints = "runs/summaries/checkpoints"
+    checkpoints = "runs/summaries"
     with FakeServer(delay=lambda payload, times: 0.4) as server, Terminal(COLUMNS) as terminal:
         job = (
             f"run --input input/ --prompt {{text}} --endpoint {server.url} --model my-model --run-folder runs/summaries"

@@ -12,7 +12,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,10 +140,11 @@ def _named(what: str) -> tuple[Place, str | None]:
     place = Place(what, Path(what), [what])
     if not _URL.match(what):
         root, checkpoints = place.folder, place.folder / "checkpoints"
-        if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
-            place.what, place.folder = str(checkpoints), checkpoints
-            output, logs = (str(path) if path.is_dir() else None for path in (root / "output", root / "logs"))
-            place.output, place.logging_dir = output, logs
+        with suppress(PermissionError):  # which the command says, once it reads the ranks
+            if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
+                place.what, place.folder = str(checkpoints), checkpoints
+                output, logs = (str(path) if path.is_dir() else None for path in (root / "output", root / "logs"))
+                place.output, place.logging_dir = output, logs
         if not (place.folder.is_dir() and _looks_like_mirror(place.folder)):
             return place, None
     return place, place.what

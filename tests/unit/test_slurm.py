@@ -193,7 +193,7 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
         assert run("--executor.tasks=5", *options) == 1
         printed = capsys.readouterr()
         assert "tasks: 3 -> 5" in printed.err
-        assert "reshard" in printed.err
+        assert "All tasks are finished" in printed.err
         assert "--array" not in printed.out
     shutil.rmtree("slurm_run/checkpoints")
     assert run("--executor.tasks=5") == 1

@@ -59,7 +59,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            return fail(error, 1)
+            return fail(_with_command(error, arguments, plan), 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")

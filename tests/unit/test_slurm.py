@@ -193,7 +193,8 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
         assert run("--executor.tasks=5", *options) == 1
         printed = capsys.readouterr()
         assert "tasks: 3 -> 5" in printed.err
-        assert "All tasks are finished" in printed.err
+        assert "Go on with 3 tasks (--executor.tasks=3)" in printed.err
+        assert "CONFIG" not in printed.err
         assert "--array" not in printed.out
     shutil.rmtree("slurm_run/checkpoints")
     assert run("--executor.tasks=5") == 1

@@ -138,17 +138,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _file_extent: FileExtent = FileExtent()  # of the file that is read now
     _file_level: str = "INFO"  # of the log line for each file
 
-    def __init__(self, data_folder: DataFolderLike, *arguments: object, **options: object) -> None:
-        super().__init__(data_folder, *arguments, **options)
+    def __init__(self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object) -> None:
+        super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
         refuse_variables("data_folder", self.data_folder.path)
         if isinstance(self.paths_file, str):
             refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
             check_options(self.paths_file[1], self.paths_file[0], "paths_file")
-
-    def _set_shuffle(self, shuffle_files: bool, shuffle_seed: int | None) -> None:
-        if shuffle_files:
+        if self.shuffle_files:
             raise ConfigError(
                 "shuffle_files=True gives another order on every start, so a restarted run could not resume. Use "
                 "shuffle_seed=<any integer> instead."
@@ -192,9 +190,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not inputs.names:
             logger.warning(f"No files found on {self.data_folder.path} for {rank=}")
         if start.finished_digest is not None:
-            self._check_finished_input(inputs, start.finished_digest)
+            count = int(start.finished_digest.partition(":")[0] or 0)
+            if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
+                raise CheckpointMismatch(
+                    f"One of the first {count} input files of {self.data_folder.path}, which were read before, is "
+                    f"gone, new, renamed or resized. {remedy()}"
+                )
             start.earlier.append(start.finished_digest)
-            start.record = partial(record_reader, self, inputs, int(start.finished_digest.partition(":")[0]))
+            start.record = partial(record_reader, self, inputs, count)
         else:
             yield from self._documents(inputs, start, shard, inputs.row_shard)
 
@@ -380,19 +383,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return
         what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
         raise CheckpointMismatch(f"The input file {name!r} {what}. {remedy()}")
-
-    def _check_finished_input(self, inputs: Inputs, finished_digest: str) -> None:
-        """For a reader that had finished before the state was saved, and so yields nothing now.
-
-        Raises:
-            CheckpointMismatch: what this reader read has changed.
-        """
-        count = int(finished_digest.partition(":")[0] or 0)
-        if count > len(inputs.names) or str(inputs.digest(count)) != finished_digest:
-            raise CheckpointMismatch(
-                f"One of the first {count} input files of {self.data_folder.path}, which were read before, is gone, "
-                f"new, renamed or resized. {remedy()}"
-            )
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)

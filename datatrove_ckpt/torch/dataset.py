@@ -325,11 +325,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             return
         if state is not None and int(state["epoch"]) == epoch and self._has_ended(state):
             self._shared.note_resumed_at_end(number)
-        elif state is None and self._shared.resumed_at_end(number, slot.workers):
-            raise CheckpointMismatch(
-                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all of the epoch would "
-                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before each."
-            )
+        elif state is None and (again := self._shared.comes_again(self, epoch, number, slot.workers)) is not None:
+            raise again
 
     def _has_ended(self, state: State) -> bool:
         if self._index is None or is_stream_state(state):

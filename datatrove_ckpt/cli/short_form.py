@@ -35,6 +35,7 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]
 
@@ -168,9 +169,11 @@ def expand(content: Node, source: str) -> Node:
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
-    if answer:
-        config["default_generation_params"] = {**config.get("default_generation_params", {}), **answer}
-    root = Path(job.run_folder)
+    for name in answer.keys() & (content.get("generation_params") or {}):
+        raise ConfigError(f"{source}: {name}: is in generation_params, too, which would win. Give it once.")
+    if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
+        config["default_generation_params"] = {**given, **answer}
+    root = Path(job.run_folder).expanduser()
     runner |= {
         "output_writer": _node(
             "JsonlWriter",
@@ -212,7 +215,7 @@ def run(
     content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
     build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
-    return Path(run_folder, "output")
+    return Path(run_folder, "output").expanduser()
 
 
 def _node(class_path: str, **arguments: Any) -> Node:
@@ -224,7 +227,7 @@ def _rollout(job: ShortJob, source: str) -> Any:
     prompt, name = job.prompt, job.rollout
     if prompt is not None and prompt.startswith("@"):
         try:
-            prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8")
+            prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
     is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
@@ -263,7 +266,6 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 # the input ------------------------------------------------------------------------------------------------------------
 
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
-_OF_DATASETS = ("dataset_info.json", "dataset_dict.json")
 
 
 def _reader(given: str, source: str) -> tuple[Node, int]:
@@ -271,18 +273,21 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
     if (found := _DATASET.fullmatch(given)) is not None:
         options = {"split": "train"}
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
-    if "://" not in given and any(Path(given, name).is_file() for name in _OF_DATASETS):
+    if Path(given, "dataset_dict.json").is_file():
+        raise ConfigError(f"{source}: input: {given} holds several splits. Name one: {Path(given, 'train')}.")
+    if Path(given, "dataset_info.json").is_file():
         return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
     from datatrove.io import get_datafolder  # slow to import
 
     folder, pattern = _split(given)
     try:
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
-    except (OSError, ImportError, ValueError) as error:
-        raise ConfigError(f"{source}: input: {given} cannot be listed: {error_text(error)}.") from error
+    except Exception as error:  # botocore's are of no kind
+        cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
+        raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
-    odd = others if pattern else [name for name in others if any(one in posixpath.basename(name) for one in known)]
+    odd = [one for one in others if pattern or any(kind in posixpath.basename(one).lower() for kind in known)]
     problem = ""
     if not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
@@ -300,7 +305,7 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
 def _suffix(name: str) -> str:
     """Of the content, without that of a compression."""
     path = PurePosixPath(name)
-    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix
 
 
 def _split(given: str) -> tuple[str, str]:
@@ -311,7 +316,7 @@ def _split(given: str) -> tuple[str, str]:
         return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        return folder or ("/" if given.startswith("/") else "."), f"[{name[0]}]{name[1:]}"  # or it would be an ending
+        return folder or ("/" if given.startswith("/") else "."), f"{name[:-1]}[{name[-1]}]"  # or it would be an ending
     return given, ""
 
 

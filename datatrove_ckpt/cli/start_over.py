@@ -61,8 +61,8 @@ def _name_output(runner: RunnerPlan, moved: dict[Path, Path]) -> None:
     if (output := now(before)) == before:  # there was none
         return
     with suppress(CkptError, OSError):
-        plan = relocate.plan_relocation(verify(checkpoints, str(output)))
+        plan = relocate.plan_relocation(verify(checkpoints, str(output)), was_whole=True)
+        relocate.carry_out(plan)
         if not plan.obstacles:
-            relocate.carry_out(plan)
             return
     say(f"{checkpoints} is damaged, so it still names the old output folder, which is now {output}.")

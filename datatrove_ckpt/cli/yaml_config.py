@@ -313,6 +313,8 @@ def show(value: Any) -> str:
 def read_argument(text: str, kinds: list[Any]) -> Any:
     """A value of the command line, for an argument that takes these kinds."""
     value = read_value(text)
+    if value is None and not re.fullmatch(r"\s*(null|Null|NULL|~)?\s*", text):
+        value = text  # "###" is no comment here
     if str not in kinds:
         in_one_line = isinstance(value, dict | list) and "\n" not in text
         return text if Any in kinds and in_one_line and not _is_bracketed(text) else value
@@ -336,6 +338,8 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
         keys = [key.replace("-", "_") for key in keys]
     elif keys[0] != "executor":
         keys = ["executor", *keys]
+    if short is not None and not text:
+        raise ConfigError(f"--{path}: its value is empty. Leave it out, or write null for no value.")
     if "api_key" in keys:
         raise ConfigError(
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."

@@ -59,7 +59,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(output or find_output(ranks, place.output, place.given[0]))
+    folder = get_datafolder(output or find_output(place.folder, ranks, place.output, place.given[0]))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:

@@ -73,11 +73,12 @@ class Relocation:
         return not self.ranks and self.job is None
 
 
-def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
+def plan_relocation(report: Report, is_mirror: bool = False, was_whole: bool = False) -> Relocation:
     """What must be changed so that the checkpoint belongs to the output folder of the report. Changes nothing.
 
     Args:
         is_mirror: the report is about a mirror, which may lack ranks that were finished before there was one.
+        was_whole: the files were only renamed, so what they lack they lacked before.
 
     Raises:
         CheckpointCorrupt: ``job.json`` is damaged.
@@ -86,6 +87,7 @@ def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
     plan = Relocation(report, where, [])
     for problem in report.problems:
         may_lack = is_mirror and problem.kind == "rank" and problem.rank is not None
+        may_lack |= was_whole and problem.kind in REDO_KINDS | {"documents", "output"}
         (plan.obstacles if problem.kind in _OBSTACLES and not may_lack else plan.others).append(problem)
     damaged = {(problem.root, problem.rank) for problem in plan.obstacles}
     named: dict[str, None] = {}

@@ -95,7 +95,7 @@ def verify(
         report.ranks.append(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
-    report.output = output or find_output(report.ranks, planned, given[0] if given else checkpoints)
+    report.output = output or find_output(checkpoints, report.ranks, planned, given[0] if given else checkpoints)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_ranks(report)
@@ -105,8 +105,10 @@ def verify(
     return report
 
 
-def find_output(ranks: list[RankLedger], planned: str | None, what: object) -> str:
+def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object) -> str:
     """The output folder of a run, as its ``run.json`` files name it. The arguments are those of ``verify``.
+
+    In a run folder that was copied or renamed it is the one there: what they name may be another run's by now.
 
     Raises:
         ConfigError: none of them names it.
@@ -116,7 +118,10 @@ def find_output(ranks: list[RankLedger], planned: str | None, what: object) -> s
     # Ranks that were complete when the user moved the output still name the old place.
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
     if found:
-        return next((folder for folder in found if folder not in left), found[0])
+        recorded, beside = next((folder for folder in found if folder not in left), found[0]), checkpoints.absolute()
+        if (beside.name, Path(recorded).name) == ("checkpoints", "output") and (beside.parent / "output").is_dir():
+            return str(beside.parent / "output")
+        return recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
     if runs and all(is_unstarted(run) for run in runs):

@@ -52,12 +52,12 @@ def test_every_setting_goes_where_it_belongs() -> None:
     [
         ("documents", "JsonlReader", {"data_folder": "documents", "glob_pattern": "**/*.jsonl*"}),
         ("documents/", "JsonlReader", {"data_folder": "documents/", "glob_pattern": "**/*.jsonl*"}),
-        ("documents/a.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "[a].jsonl"}),
+        ("documents/a.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "a.json[l]"}),
         ("documents/*.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "*.jsonl"}),
         ("zipped", "JsonlReader", {"data_folder": "zipped", "glob_pattern": "**/*.jsonl*"}),
         ("tables", "ParquetReader", {"data_folder": "tables", "glob_pattern": "**/*.parquet*"}),
         ("arrow/*", "IpcReader", {"data_folder": "arrow", "glob_pattern": "*"}),
-        ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "[s]heet.csv"}),
+        ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "sheet.cs[v]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
@@ -85,6 +85,13 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"input": "both"}, r"both holds \.json and \.jsonl"),
         ({"input": "backup"}, r"backup holds b.jsonl.bak, too"),
         ({"input": "*/[ab]*"}, r"holds \.csv and "),
+        ({"input": "upper"}, r"upper holds B.JSONL, too"),
+        ({"input": "dict"}, r"dict holds several splits. Name one: dict/train"),
+        (
+            {"input": "s3://user:word@b c/x.jsonl"},
+            r"input: s3://\*\*\* \S+ \*\*\*@b c/x.jsonl cannot be listed|cannot be listed",
+        ),
+        ({"max_tokens": 5, "generation_params": {"max_tokens": 6}}, "max_tokens: is in generation_params, too"),
         ({"rollout": "my.rollout"}, "give prompt, or rollout"),
         ({"prompt": "@nowhere.txt"}, "prompt: nowhere.txt cannot be read"),
         ({"model": None}, "model: is missing; give the name that the endpoint knows"),
@@ -93,7 +100,16 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
     ],
 )
 def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) -> None:
-    strays = ("both/a.jsonl", "both/b.json", "backup/a.jsonl", "backup/b.jsonl.bak", "backup/README.md")
+    strays = (
+        "both/a.jsonl",
+        "both/b.json",
+        "backup/a.jsonl",
+        "backup/b.jsonl.bak",
+        "backup/README.md",
+        "upper/a.jsonl",
+        "upper/B.JSONL",
+        "dict/dataset_dict.json",
+    )
     for name in ("mixed/a.jsonl", "mixed/b.csv", *strays):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
@@ -125,6 +141,7 @@ def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
     ("flags", "message"),
     [
         (["--api-key=sk-1"], "--api-key: other users can see command lines"),
+        (["--max-tokens="], "--max-tokens: its value is empty"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
 )
@@ -132,6 +149,15 @@ def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsy
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
     assert main(["run", "job.yaml", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text() -> None:
+    found = expanded("--stop=###", "--system-prompt=# You judge", "--regex=#x", "--prompt=# {text}", "--seed=null")[
+        "runner"
+    ]
+    settings = {"system_prompt": "# You judge", "regex": "#x", "prompt": "# {text}"}
+    assert found["rollout_fn"]["init_args"] == settings
+    assert (found["config"]["default_generation_params"], found["config"]["seed"]) == ({"stop": "###"}, None)
 
 
 def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,14 +105,37 @@ def test_with_another_output_folder_the_old_output_stays_where_it_is(server: Fak
     command("verify", "checkpoints", "--full")
 
 
-def test_a_damaged_run_is_moved_and_said_to_be(server: FakeServer, command: Command) -> None:
+def test_a_run_that_lacks_a_file_names_its_own_output_once_it_is_moved(server: FakeServer, command: Command) -> None:
     long_job(server)
     command("run", "job.yaml")
     next(Path("output").iterdir()).unlink()
+    command("run", "job.yaml", "--start-over")
+    command("repair", "checkpoints.1")
+    command("verify", "checkpoints", "--full")
+
+
+def test_a_damaged_run_is_moved_and_said_to_be(server: FakeServer, command: Command) -> None:
+    long_job(server)
+    command("run", "job.yaml")
+    Path("checkpoints/00000/run.json").write_text("{")
     said = command("run", "job.yaml", "--start-over").out
     place = Path("output.1").absolute()
     assert f"checkpoints.1 is damaged, so it still names the old output folder, which is now {place}." in said
     command("verify", "checkpoints", "--full")
+
+
+def test_a_copied_run_folder_is_repaired_with_its_own_output_or_not_at_all(
+    server: FakeServer, command: Command
+) -> None:
+    job = ["run", "--input", "input", "--prompt", "a {text}", "--endpoint", server.url, "--model", "m"]
+    command(*job, "--run-folder", "x")
+    shutil.copytree("x", "copied")
+    (damaged,) = Path("copied/output").iterdir()
+    damaged.unlink()
+    kept = outputs(Path("x/output"))
+    assert "copied/output" in command("verify", "copied", code=1).out
+    assert "still exists" in command("repair", "copied", code=2).err
+    assert outputs(Path("x/output")) == kept
 
 
 def test_the_command_to_resume_does_not_start_over_again(

@@ -122,21 +122,7 @@ class DocumentCounts:
     cut_off: int = 0
     empty: int = 0
 
-    def count(self, outcome: str, requests: int = 0, prompt: int = 0, completion: int = 0, *ends: int) -> None:
-        """Adds one document. ``ends``: from ``answers`` on."""
-        self.read += 1
-        self.written += outcome == "written"
-        self.dropped += outcome == "dropped"
-        self.dead += outcome == "dead"
-        self.requests += requests
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        if ends:
-            self.answers += ends[0]
-            self.cut_off += ends[1]
-            self.empty += ends[2]
-
-    def count_all(self, documents: Sequence[Took]) -> None:
+    def count(self, documents: Sequence[Took]) -> None:
         """Adds documents."""
         outcomes = [outcome for outcome, _, _ in documents]
         sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))

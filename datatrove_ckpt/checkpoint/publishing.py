@@ -146,6 +146,6 @@ class _WrittenDocuments:
         self.fence.check(thorough=True)
 
     def _count(self, took: list[Took]) -> None:
-        self.chunk.counts.count_all(took)
+        self.chunk.counts.count(took)
         self.chunk.work.count(took)
         took.clear()

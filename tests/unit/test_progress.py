@@ -44,8 +44,9 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
             ends = len(tokens) // 2, chance.randrange(2), chance.randrange(2)
             line = Finished(number, outcome, "", b"null", *totals, took, ends=ends).to_line()
             documents.append(Finished.from_body(unseal(line) or b"").took)
-            one_by_one.count(outcome, *totals, *ends)
-        counts.count_all(documents)
+            outcomes = [outcome == each for each in ("written", "dropped", "dead")]
+            one_by_one.add(DocumentCounts(1, *outcomes, *totals, *ends))
+        counts.count(documents)
         chunk.count(documents)
         work.add(WorkStats.from_json(chunk.to_json()))
     assert counts == one_by_one

@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.lines import unseal
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
-from datatrove_ckpt.generation.final_stats import fill_stats
+from datatrove_ckpt.generation.final_stats import RankNumbers
 
 
 def test_stats_are_equal_to_those_made_one_by_one() -> None:
@@ -51,7 +51,9 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
         work.add(WorkStats.from_json(chunk.to_json()))
     assert counts == one_by_one
     stats = Stats("ours")
-    fill_stats(stats, counts, work, Seconds(3.5, 4.5))
+    numbers = RankNumbers(0)
+    numbers.counts, numbers.work, numbers.seconds = counts, work, Seconds(3.5, 4.5)
+    numbers.fill(stats)
     assert stats.stats.pop("inference_time").total == 3.5
     assert stats.time_stats.total == 4.5
     assert stats.stats.keys() == expected.keys()

@@ -188,15 +188,15 @@ class Requests:
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             raise _failed(error, payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             # The rank stops, whatever the rollout does with the error that it sees.
             rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
@@ -230,7 +230,7 @@ class Requests:
 
 
 def summarize(
-    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int
+    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int = 0
 ) -> Finished:
     """A finished document with what it took. ``kept``: number of rollouts with a result."""
     # One that was cancelled with its rollout counts for nothing: it may never have been sent.

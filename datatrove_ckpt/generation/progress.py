@@ -62,7 +62,7 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did.
+        own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
         skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
@@ -131,17 +131,6 @@ class RankReporter:
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
-    def request_failed(self) -> None:
-        self.own.failed += 1
-
-    def finished(self) -> None:
-        self.own.documents += 1
-
-    @property
-    def documents(self) -> int:
-        """Finished in this attempt."""
-        return self.own.documents
-
     @property
     def sent(self) -> int:
         """Requests that the server got and that ended: with an answer, a rejection or a failure."""
@@ -168,8 +157,8 @@ class RankReporter:
         position = self.position()
         return RankProgress(
             self._attempt,
-            self._before + self.documents,
-            self.documents,
+            self._before + self.own.documents,
+            self.own.documents,
             self.sent,
             self.own.completion_tokens,
             position.done,

@@ -305,7 +305,7 @@ class RankMessages:
         else:
             given_up = f"{plural(shutdown.given_up, 'request')} in flight {'was' if shutdown.given_up == 1 else 'were'}"
             saved = (
-                f", saved: {plural(self.progress.documents, 'document')} of this run and every answer, "
+                f", saved: {plural(self.progress.own.documents, 'document')} of this run and every answer, "
                 f"{shutdown.seconds:.1f} s later. "
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command again to resume."
             )

@@ -176,6 +176,7 @@ class Scheduler:
     async def _process(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
+            self.observer.own.documents += 1
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise
@@ -192,8 +193,9 @@ class Scheduler:
         document = source.document
         answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        if (letter := self.failures.taken_letter(source, slot)) is not None:
-            return self._finished(source, slot, "dead", letter, requests)
+        taken = self.failures.taken
+        if taken is not None and (letter := taken.get(document, source.id, slot.ordinal)) is not None:
+            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         try:
             if len(requests) == 1:
                 results = [await self._run_rollout(document, requests[0])]
@@ -214,8 +216,9 @@ class Scheduler:
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             hashes = [request.last_hash for request in requests]
             letter = self.failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
-            return self._finished(source, slot, "dead", letter, requests)
-        return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
+            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
+        outcome: Outcome = "written" if kept else "dropped"
+        return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self) -> None:
         """Raises CancelledError if the rank is stopping: the document ends unrecorded, whatever its rollout returned.
@@ -249,18 +252,6 @@ class Scheduler:
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
         end_fork(self._pid)
         return result
-
-    def _finished(
-        self,
-        source: SourceDocument,
-        slot: ChunkSlot,
-        outcome: Outcome,
-        document: bytes,
-        requests: Sequence[Requests],
-        kept: int = 0,
-    ) -> Finished:
-        self.observer.finished()
-        return summarize(slot.ordinal, outcome, source.fingerprint, document, requests, kept)
 
 
 # The tasks of documents -----------------------------------------------------------------------------------------------

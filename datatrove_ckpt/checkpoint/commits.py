@@ -54,9 +54,11 @@ class CommitsDamaged(CheckpointCorrupt):
     """
 
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
+        root = path.parent.parent
+        checkpoints = root if retry_number(root.name) is None else root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
-            f"from the mirror. If there is none: {repair_command(_checkpoints(path.parent), logging_dir=logging_dir)}, "
+            f"from the mirror. If there is none: {repair_command(checkpoints, logging_dir=logging_dir)}, "
             "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
             "again."
         )
@@ -72,12 +74,6 @@ def repair_command(*what: Path | str, logging_dir: str | None = None, output: st
     command += [] if output is None else ["--output", output]
     command += [] if logging_dir is None else ["--logging-dir", logging_dir]
     return shlex.join(command)
-
-
-def _checkpoints(folder: Path) -> Path:
-    """``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
-    root = folder.parent
-    return root if retry_number(root.name) is None else root.parent
 
 
 @dataclass(slots=True)

@@ -63,13 +63,13 @@ class Scheduler:
     check_writable: Callable[[bytes, str], None] | None = None
 
     def __post_init__(self) -> None:
-        self.drain = Drain()
         self._rollouts = range(self.config.rollouts_per_document)
         self._document_limit = DocumentLimit(self.config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.documents = DocumentTasks()
+        self.drain = Drain(self.documents)
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
@@ -127,7 +127,6 @@ class Scheduler:
                 await self._document_limit.acquire()
                 if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
-                self.drain.document_started()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
 
@@ -185,8 +184,8 @@ class Scheduler:
         finally:
             self.documents.done(slot.ordinal)
             self._document_limit.release()
-            self.drain.document_finished()
-            if not self.drain.documents and not self.shutdown.aborted:
+            self.drain.check_soon()
+            if not self.documents and not self.shutdown.aborted:
                 self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
@@ -272,6 +271,9 @@ class DocumentTasks:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = False
         self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
     def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
         """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""

@@ -290,10 +290,7 @@ def read_recent(path: str) -> RecentHistory:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return _summarise(last_lines(path, _MAX_BYTES))
-
-
-def _summarise(lines: list[bytes]) -> RecentHistory:
+    lines = last_lines(path, _MAX_BYTES)
     found, attempts = RecentHistory(), dict[int, AttemptSummary]()
     newest, minute = 0, b""
     for line in lines:

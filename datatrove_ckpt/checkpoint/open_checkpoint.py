@@ -107,7 +107,6 @@ class OpenCheckpoint:
         self._closing = threading.Lock()
         self._closed = False
         self._storage.start()
-        self._publisher.start()
         if self._mirror is not None:
             self._mirror.start(self)
 
@@ -387,8 +386,10 @@ class CheckpointManager:
                 files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
-        if not lock.works:
-            self._detach()
+        if not lock.works:  # an earlier owner may still have these files open, until it checks the fence
+            journals = [journal_name(index) for index in journal_indices(self.folder)]
+            for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
+                files.disk.detach(self.folder / name)
         return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
 
     def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
@@ -397,9 +398,3 @@ class CheckpointManager:
         if is_fork:  # its answers came from a run whose chunks may have had another size
             cache.renumber(self.records_per_chunk)
         return cache
-
-    def _detach(self) -> None:
-        """Without locks, an earlier owner may still have these files open, until it checks the fence."""
-        journals = [journal_name(index) for index in journal_indices(self.folder)]
-        for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
-            files.disk.detach(self.folder / name)

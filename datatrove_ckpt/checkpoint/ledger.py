@@ -458,9 +458,8 @@ def _read_journals(
     for index in found.journals:
         known: dict[int, str] = {}
         counted[index] = DocumentCounts()
-        for _, one in read_finished(Path(found.path(journal_name(index))), known):
-            if one is not None:
-                counted[index].count(one.outcome, *one.numbers)
+        documents = read_finished(Path(found.path(journal_name(index))), known)
+        counted[index].count([one.took for _, one in documents if one is not None])
         if Want.COMMITS in want:
             ordinals[index] = known
     return counted

@@ -62,7 +62,8 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did.
+        client: of the servers; None until they are ready.
+        own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
         skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
@@ -77,7 +78,7 @@ class RankReporter:
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self._client: CompletionClient | None = None
+        self.client: CompletionClient | None = None
         self._source: DocumentSource | None = None
         self._answered_at = time.monotonic()
         self._spread = Buckets(), Buckets(), Buckets()
@@ -89,14 +90,9 @@ class RankReporter:
 
     def serving(self, client: CompletionClient) -> None:
         """Requests go through this client from now on."""
-        self._client = client
+        self.client = client
         self._checkpoint.clock.serving()
         self._answered_at = time.monotonic()
-
-    @property
-    def is_serving(self) -> bool:
-        """The servers are ready, or were once."""
-        return self._client is not None
 
     def answered(self, completion: Completion) -> None:
         """A server gave an answer."""
@@ -131,17 +127,6 @@ class RankReporter:
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
-    def request_failed(self) -> None:
-        self.own.failed += 1
-
-    def finished(self) -> None:
-        self.own.documents += 1
-
-    @property
-    def documents(self) -> int:
-        """Finished in this attempt."""
-        return self.own.documents
-
     @property
     def sent(self) -> int:
         """Requests that the server got and that ended: with an answer, a rejection or a failure."""
@@ -168,8 +153,8 @@ class RankReporter:
         position = self.position()
         return RankProgress(
             self._attempt,
-            self._before + self.documents,
-            self.documents,
+            self._before + self.own.documents,
+            self.own.documents,
             self.sent,
             self.own.completion_tokens,
             position.done,
@@ -181,10 +166,10 @@ class RankReporter:
     def _state(self) -> str:
         if self._shutdown.is_requested:
             return "stopping"
-        if self._client is None:
+        if self.client is None:
             return READING if self._source is not None and not self._source.handed_over else WAITING
         silent = time.monotonic() - self._answered_at
-        if self._client.stats.in_flight and silent >= _SILENCE_SECONDS:
+        if self.client.stats.in_flight and silent >= _SILENCE_SECONDS:
             return f"no answer for {duration(silent)}"
         return ""
 
@@ -212,7 +197,7 @@ class RankReporter:
         """Where the attempt stands. The checkpoint fills in the rest."""
         own = replace(self.own, errors=dict(self.own.errors))
         in_flight = waiting = 0
-        if (client := self._client) is not None:
+        if (client := self.client) is not None:
             stats, router = client.stats, client.router
             own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
             own.errors = {**stats.errors}

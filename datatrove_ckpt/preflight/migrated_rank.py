@@ -403,7 +403,7 @@ def _count(counts: DocumentCounts, row: _Row | None) -> None:
     if row is None:
         counts.read += 1
     else:
-        counts.count("dropped" if row.dropped else "written", *row.work)
+        counts.count([("dropped" if row.dropped else "written", row.work, None)])
 
 
 async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | None) -> None:

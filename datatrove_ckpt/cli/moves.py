@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import announce, print_json, say
+from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
@@ -103,7 +103,8 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     report = plan.report
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
-    lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
+    size = byte_size(sum(file.size for chunk in report.chunks for file in chunk.files))
+    lines = [f"{plan.where}: {files}, {size}: {compared} are those of the commits of {ranks}."]
     if report.not_started:
         lines.append(
             f"{name_tasks(report.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
@@ -235,7 +236,6 @@ def _costs(
         f"input: {plural(found.positions, 'position')} in it kept, with the fingerprint of the document there: the new "
         "run stops if it reads another input"
     )
-    answers = found.answers
     if arguments.no_answers:
         yield "answers: none is kept (--no-answers)"
     for why, ranks in found.unusable.items():
@@ -243,7 +243,7 @@ def _costs(
         yield f"{whose} can{'' if ranks == found.ranks else 'not'} be used: {why}"
     if not arguments.no_answers and found.unusable.total() < found.ranks:
         yield f"answers: {_kept(run, found, new, arguments)}"
-    dropped = totals.counts.read - answers.committed
+    dropped = totals.counts.read - found.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
     total, how = _documents(state)
     if not totals.documents:
@@ -259,14 +259,13 @@ def _costs(
 
 
 def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
-    answers = found.answers
-    if not answers.requests:
+    if not found.requests:
         return "none; the old run has saved none of documents that it has not committed"
-    saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
+    saved = _amount(found.requests, found.prompt_tokens, found.completion_tokens, arguments)
     names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
     doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
     return (
-        f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
+        f"{found.requests} of {plural(found.documents, 'document')} kept. One is used if the final payload of "
         f"a request is equal, so at most {saved} are not paid again{doubt if names and not run.is_unstarted else ''}"
     )
 
@@ -382,7 +381,7 @@ def migrate(arguments: argparse.Namespace) -> int:
 
         raise explain(error, RunPlan(executor)) from None
     if arguments.json:
-        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
+        say(as_json({"dry_run": arguments.dry_run, **findings.to_json()}))
     else:
         say("\n".join([*_describe_migration(findings), *_close_migration(findings, arguments)]))
     return 0

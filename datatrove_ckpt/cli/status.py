@@ -105,10 +105,8 @@ def _screen(state: RunState, problem: str) -> str:
 
 
 def _line(state: RunState, as_json: bool) -> str:
-    return dump(to_json(state), indent=False).decode() if as_json else _one_line(state)
-
-
-def _one_line(state: RunState) -> str:
+    if as_json:
+        return dump(to_json(state), indent=False).decode()
     totals = state.totals
     states = ", ".join(f"{count} {name}" for name, count in sorted(totals.states.items()))
     share = totals.position.share

@@ -24,24 +24,13 @@ from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
+from datatrove_ckpt.maintenance import fork as forks
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.fork import (
-    Fork,
-    Source,
-    built,
-    check_mirror,
-    check_source,
-    check_target,
-    put_in_place,
-    real_place,
-    upload,
-)
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, restored
-from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.maintenance.where import Place, is_config, restored, upload
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
 from datatrove_ckpt.preflight.reshard.run import Resharded
@@ -78,7 +67,7 @@ def relocate(arguments: argparse.Namespace) -> int:
 
 def _relocate(plan: Relocation, place: Place) -> str:
     carry_out(plan)
-    upload_ranks(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
+    upload(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
     where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
     return (
         f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
@@ -152,14 +141,14 @@ def fork(arguments: argparse.Namespace) -> int:
         arguments.overrides = []  # they are the new run's
     with place_of(arguments, trusted=True) as named, restored(named) as place:
         source = place.what if place.is_copy else str(place.folder.absolute())
-        check_source(place.folder)
-        run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
+        forks.check_source(place.folder)
+        run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
         if new.identity is not None:
             new.changes = compare(run.settings, new.identity)
             _check_new(new, new.identity.fields, run, place)
-        check_target(place.folder, new.folder)
+        forks.check_target(place.folder, new.folder)
         why = None if arguments.no_answers else run.why_unusable(new.identity)
-        with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
+        with log_disabled(*_NOT_ABOUT_IT), forks.built(place.folder, source, new.folder, why) as (found, folder):
             state = read_run_state(replace(place, mirror=None))
             lines = _costs(place.what, run, found, state, new, arguments)
             announce(lines, partial(_put_in_place, folder, new), arguments.dry_run)
@@ -184,7 +173,7 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
     return new
 
 
-def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
+def _check_new(new: NewRun, settings: Mapping[str, object], run: forks.Source, place: Place) -> None:
     """
     Raises:
         ConfigError: the new run has a folder of the other one, or another number of tasks.
@@ -197,7 +186,7 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
         )
     output = str(settings["output_folder"])
-    if (real_place(output), settings["output_filename"]) in run.outputs:
+    if (forks.real_place(output), settings["output_filename"]) in run.outputs:
         raise ConfigError(
             f"{new.config}: output_folder: {output} is that of {place.what}. Choose another one: the new run would "
             "write over the other one's files."
@@ -208,20 +197,20 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "as complete there. Choose another one."
         )
     if new.mirror is not None:
-        check_mirror(new.mirror)
+        forks.check_mirror(new.mirror)
 
 
 def _is_used(logging_dir: str, other: str | None) -> bool:
     """Whether it is the other run's, as far as a file tells that, or has markers of finished tasks."""
-    here = real_place(logging_dir)
-    if other is not None and here == real_place(other):
+    here = forks.real_place(logging_dir)
+    if other is not None and here == forks.real_place(other):
         return True
     markers = Path(here, "completions")
     return "://" not in here and markers.is_dir() and any(markers.iterdir())
 
 
 def _costs(
-    what: str, run: Source, found: Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
+    what: str, run: forks.Source, found: forks.Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
@@ -258,7 +247,7 @@ def _costs(
     )
 
 
-def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
+def _kept(run: forks.Source, found: forks.Fork, new: NewRun, arguments: argparse.Namespace) -> str:
     if not found.requests:
         return "none; the old run has saved none of documents that it has not committed"
     saved = _amount(found.requests, found.prompt_tokens, found.completion_tokens, arguments)
@@ -292,8 +281,8 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 
 def _put_in_place(folder: Path, new: NewRun) -> str:
     if new.mirror is not None:
-        upload(folder, new.mirror)
-    put_in_place(folder, new.folder)
+        forks.upload(folder, new.mirror)
+    forks.put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
         return f"Made {where}. Start the new run: {new.command}"

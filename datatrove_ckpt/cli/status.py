@@ -202,20 +202,14 @@ class Style:
 
 
 PLAIN = Style()
-_COLORS = {
-    "damaged": "1;31",
-    "failed": "1;31",
-    "lost": "1;31",
-    "silent": "31",
-    "stuck": "31",
-    "looping": "31",
-    "restarting": "33",
-    "slow": "33",
-    "interrupted": "33",
-    "unfinished": "33",
-    "running": "32",
-    "finished": "2",
+_BY_COLOR = {
+    "1;31": "damaged failed lost",
+    "31": "silent stuck looping",
+    "33": "restarting slow interrupted unfinished",
+    "32": "running",
+    "2": "finished",
 }
+_COLORS = {state: color for color, states in _BY_COLOR.items() for state in states.split()}
 
 
 def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:

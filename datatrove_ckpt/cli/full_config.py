@@ -69,7 +69,8 @@ class FullConfig:
         """Every argument of a class: those that are given, and the defaults of the others. The pipeline is the last."""
         parameters, _ = parameters_of(cls)
         # Arguments that classes of datatrove or ours have are no secrets by their names, such as ``text_key``.
-        harmless = {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
+        known = (one for one in cls.__mro__ if one.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt"))
+        harmless = {name for one in known for name in parameters_of(one)[0]}
         values: dict[str, Any] = {}
         others = parameters if self._with_defaults else ()
         for name in sorted([*others, *(name for name in given if name not in others)], key="pipeline".__eq__):
@@ -117,10 +118,6 @@ class FullConfig:
         if isinstance(value, list):
             return [self._masked(name, part, f"{place}.{index}") for index, part in enumerate(value)]
         return value
-
-
-def _is_known(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
 def _as_written(value: Any) -> Any:

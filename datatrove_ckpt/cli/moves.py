@@ -19,29 +19,18 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import announce, print_json, say
+from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
+from datatrove_ckpt.maintenance import fork as forks
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.fork import (
-    Fork,
-    Source,
-    built,
-    check_mirror,
-    check_source,
-    check_target,
-    put_in_place,
-    real_place,
-    upload,
-)
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, restored
-from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.maintenance.where import Place, is_config, restored, upload
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
 from datatrove_ckpt.preflight.reshard.run import Resharded
@@ -78,7 +67,7 @@ def relocate(arguments: argparse.Namespace) -> int:
 
 def _relocate(plan: Relocation, place: Place) -> str:
     carry_out(plan)
-    upload_ranks(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
+    upload(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
     where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
     return (
         f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
@@ -103,7 +92,8 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     report = plan.report
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
-    lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
+    size = byte_size(sum(file.size for chunk in report.chunks for file in chunk.files))
+    lines = [f"{plan.where}: {files}, {size}: {compared} are those of the commits of {ranks}."]
     if report.not_started:
         lines.append(
             f"{name_tasks(report.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
@@ -151,14 +141,14 @@ def fork(arguments: argparse.Namespace) -> int:
         arguments.overrides = []  # they are the new run's
     with place_of(arguments, trusted=True) as named, restored(named) as place:
         source = place.what if place.is_copy else str(place.folder.absolute())
-        check_source(place.folder)
-        run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
+        forks.check_source(place.folder)
+        run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
         if new.identity is not None:
             new.changes = compare(run.settings, new.identity)
             _check_new(new, new.identity.fields, run, place)
-        check_target(place.folder, new.folder)
+        forks.check_target(place.folder, new.folder)
         why = None if arguments.no_answers else run.why_unusable(new.identity)
-        with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
+        with log_disabled(*_NOT_ABOUT_IT), forks.built(place.folder, source, new.folder, why) as (found, folder):
             state = read_run_state(replace(place, mirror=None))
             lines = _costs(place.what, run, found, state, new, arguments)
             announce(lines, partial(_put_in_place, folder, new), arguments.dry_run)
@@ -183,7 +173,7 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
     return new
 
 
-def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
+def _check_new(new: NewRun, settings: Mapping[str, object], run: forks.Source, place: Place) -> None:
     """
     Raises:
         ConfigError: the new run has a folder of the other one, or another number of tasks.
@@ -196,7 +186,7 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
         )
     output = str(settings["output_folder"])
-    if (real_place(output), settings["output_filename"]) in run.outputs:
+    if (forks.real_place(output), settings["output_filename"]) in run.outputs:
         raise ConfigError(
             f"{new.config}: output_folder: {output} is that of {place.what}. Choose another one: the new run would "
             "write over the other one's files."
@@ -207,20 +197,20 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "as complete there. Choose another one."
         )
     if new.mirror is not None:
-        check_mirror(new.mirror)
+        forks.check_mirror(new.mirror)
 
 
 def _is_used(logging_dir: str, other: str | None) -> bool:
     """Whether it is the other run's, as far as a file tells that, or has markers of finished tasks."""
-    here = real_place(logging_dir)
-    if other is not None and here == real_place(other):
+    here = forks.real_place(logging_dir)
+    if other is not None and here == forks.real_place(other):
         return True
     markers = Path(here, "completions")
     return "://" not in here and markers.is_dir() and any(markers.iterdir())
 
 
 def _costs(
-    what: str, run: Source, found: Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
+    what: str, run: forks.Source, found: forks.Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
@@ -235,7 +225,6 @@ def _costs(
         f"input: {plural(found.positions, 'position')} in it kept, with the fingerprint of the document there: the new "
         "run stops if it reads another input"
     )
-    answers = found.answers
     if arguments.no_answers:
         yield "answers: none is kept (--no-answers)"
     for why, ranks in found.unusable.items():
@@ -243,7 +232,7 @@ def _costs(
         yield f"{whose} can{'' if ranks == found.ranks else 'not'} be used: {why}"
     if not arguments.no_answers and found.unusable.total() < found.ranks:
         yield f"answers: {_kept(run, found, new, arguments)}"
-    dropped = totals.counts.read - answers.committed
+    dropped = totals.counts.read - found.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
     total, how = _documents(state)
     if not totals.documents:
@@ -258,15 +247,14 @@ def _costs(
     )
 
 
-def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
-    answers = found.answers
-    if not answers.requests:
+def _kept(run: forks.Source, found: forks.Fork, new: NewRun, arguments: argparse.Namespace) -> str:
+    if not found.requests:
         return "none; the old run has saved none of documents that it has not committed"
-    saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
+    saved = _amount(found.requests, found.prompt_tokens, found.completion_tokens, arguments)
     names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
     doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
     return (
-        f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
+        f"{found.requests} of {plural(found.documents, 'document')} kept. One is used if the final payload of "
         f"a request is equal, so at most {saved} are not paid again{doubt if names and not run.is_unstarted else ''}"
     )
 
@@ -293,8 +281,8 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 
 def _put_in_place(folder: Path, new: NewRun) -> str:
     if new.mirror is not None:
-        upload(folder, new.mirror)
-    put_in_place(folder, new.folder)
+        forks.upload(folder, new.mirror)
+    forks.put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
         return f"Made {where}. Start the new run: {new.command}"
@@ -382,7 +370,7 @@ def migrate(arguments: argparse.Namespace) -> int:
 
         raise explain(error, RunPlan(executor)) from None
     if arguments.json:
-        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
+        say(as_json({"dry_run": arguments.dry_run, **findings.to_json()}))
     else:
         say("\n".join([*_describe_migration(findings), *_close_migration(findings, arguments)]))
     return 0

@@ -14,9 +14,9 @@ from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.redaction import redact
 
 
-def print_json(content: dict[str, Any]) -> None:
-    """Prints one JSON object."""
-    say(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+def as_json(content: dict[str, Any]) -> str:
+    """One JSON object as text."""
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def takes_unicode() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.printing import print_json, say
+from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
@@ -58,7 +58,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     code = 1 if problems else 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
-        print_json(content)
+        say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)
         found = plural(problems, "problem") if problems else "no problem"
@@ -82,7 +82,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
     if arguments.json:
         content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
-        print_json(content)
+        say(as_json(content))
     else:
         say("\n\n".join("\n".join(describe(one)) for one in advice))
     return 0

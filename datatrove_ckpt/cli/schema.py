@@ -58,16 +58,12 @@ def make_schema() -> Schema:
     from datatrove.executor.base import PipelineExecutor
 
     definitions = _Definitions()
-    long = {
-        "properties": {"executor": definitions.node([PipelineExecutor])},
-        "additionalProperties": False,
-    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A file for datatrove-ckpt run",
         "type": "object",
         "if": {"required": ["executor"]},
-        "then": long,
+        "then": {"properties": {"executor": definitions.node([PipelineExecutor])}, "additionalProperties": False},
         "else": definitions.short(),
         "definitions": definitions.found,
     }

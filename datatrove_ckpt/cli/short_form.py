@@ -39,18 +39,15 @@ from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]
 
-_SUFFIXES = {
-    ".jsonl": "JsonlReader",
-    ".json": "JsonlReader",
-    ".ndjson": "JsonlReader",
-    ".parquet": "ParquetReader",
-    ".arrow": "IpcReader",
-    ".ipc": "IpcReader",
-    ".feather": "IpcReader",
-    ".csv": "CSVReader",
+_BY_READER = {
+    "JsonlReader": ".jsonl .json .ndjson",
+    "ParquetReader": ".parquet",
+    "IpcReader": ".arrow .ipc .feather",
+    "CSVReader": ".csv",
 }
+_SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-READERS = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
+READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
 
 

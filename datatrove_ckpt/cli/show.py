@@ -10,7 +10,6 @@ import heapq
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -35,7 +34,9 @@ def show(arguments: argparse.Namespace) -> int:
     shown = 0
     with place_of(arguments) as place:
         found = read_dead_letters(place) if arguments.dead else read_documents(place, arguments.output)
-        found = _matching(found, arguments)
+        wanted = (arguments.grep or "").casefold()
+        found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
+        found = (one for one in found if arguments.id in (None, one.id))
         if arguments.longest:
             found = iter(heapq.nlargest(arguments.n, found, key=lambda one: len(one.answer)))
         for shown, one in enumerate(islice(found, arguments.n), 1):
@@ -43,15 +44,6 @@ def show(arguments: argparse.Namespace) -> int:
     if not shown:
         say(f"There is no such {'dead letter' if arguments.dead else 'document in the output files, so far'}.")
     return 0 if shown else 1
-
-
-def _matching(documents: Iterable[ShownDocument], arguments: argparse.Namespace) -> Iterator[ShownDocument]:
-    wanted = None if arguments.grep is None else arguments.grep.casefold()
-    for one in documents:
-        if arguments.id is not None and one.id != arguments.id:
-            continue
-        if wanted is None or wanted in one.text.casefold() or wanted in one.answer.casefold():
-            yield one
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:

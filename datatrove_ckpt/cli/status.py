@@ -105,10 +105,8 @@ def _screen(state: RunState, problem: str) -> str:
 
 
 def _line(state: RunState, as_json: bool) -> str:
-    return dump(to_json(state), indent=False).decode() if as_json else _one_line(state)
-
-
-def _one_line(state: RunState) -> str:
+    if as_json:
+        return dump(to_json(state), indent=False).decode()
     totals = state.totals
     states = ", ".join(f"{count} {name}" for name, count in sorted(totals.states.items()))
     share = totals.position.share
@@ -204,20 +202,14 @@ class Style:
 
 
 PLAIN = Style()
-_COLORS = {
-    "damaged": "1;31",
-    "failed": "1;31",
-    "lost": "1;31",
-    "silent": "31",
-    "stuck": "31",
-    "looping": "31",
-    "restarting": "33",
-    "slow": "33",
-    "interrupted": "33",
-    "unfinished": "33",
-    "running": "32",
-    "finished": "2",
+_BY_COLOR = {
+    "1;31": "damaged failed lost",
+    "31": "silent stuck looping",
+    "33": "restarting slow interrupted unfinished",
+    "32": "running",
+    "2": "finished",
 }
+_COLORS = {state: color for color, states in _BY_COLOR.items() for state in states.split()}
 
 
 def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:

@@ -13,26 +13,17 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-import orjson
-
 from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import announce, say
+from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import (
-    Place,
-    begun_in,
-    config_differences,
-    open_place,
-    restored,
-    upload,
-)
+from datatrove_ckpt.maintenance.where import Place, begun_in, config_differences, open_place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -49,8 +40,7 @@ def verify(arguments: argparse.Namespace) -> int:
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS  # documents in journals, by chunk
-        text = orjson.dumps(_as_json(report, arguments.full, code), option=options).decode()
+        text = as_json(_as_json(report, arguments.full, code))
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
     say(place.said(text))
@@ -147,7 +137,7 @@ def repair(arguments: argparse.Namespace) -> int:
         check_output_folder(report)
         _check_config(report, place)
         plan = make_plan(report, logging_dir)
-        lines = _lines(plan, logging_dir)
+        lines = list(plan.describe(logging_dir))
         is_needed = plan.ranks or plan.markers
         if not is_needed:
             lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
@@ -171,15 +161,11 @@ def repair_before_run(run: RunPlan) -> bool:
             if not (plan.ranks or plan.markers):
                 continue
             check_output_folder(report)
-            announce(map(place.said, _lines(plan, logging_dir)), None)
+            announce(map(place.said, plan.describe(logging_dir)), None)
             if sys.stdin.isatty() and input("Repair this, and run? [y/N] ").strip().lower() not in ("y", "yes"):
                 return False
             _repair(plan, report, logging_dir, named, place)
     return True
-
-
-def _lines(plan: Plan, logging_dir: str | None) -> list[str]:
-    return [*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)]
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:

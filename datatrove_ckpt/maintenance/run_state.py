@@ -379,17 +379,13 @@ def _counts(counts: DocumentCounts) -> Json:
 
 
 _TROUBLE = ("root", "rank", "trouble", "reason")
+_OF_ATTEMPT = ("why", "what", "host", "pid", "slurm_job", "version", "without_a_word", "in_flight")
 _WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
 
 
 def _input(position: InputPosition) -> Json:
     share = position.share
-    return {
-        "done": position.done,
-        "total": position.total,
-        "unit": position.unit,
-        "share": None if share is None else round(share, 6),
-    }
+    return {**position._asdict(), "share": None if share is None else round(share, 6)}
 
 
 def _rates(rates: Rates) -> Json:
@@ -406,14 +402,7 @@ def _attempt(attempt: AttemptSummary) -> Json:
         "started_at": _time(attempt.started),
         "last_seen_at": _time(attempt.last_seen),
         "ended_at": _time(attempt.ended),
-        "why": attempt.why,
-        "what": attempt.what,
-        "host": attempt.host,
-        "pid": attempt.pid,
-        "slurm_job": attempt.slurm_job,
-        "version": attempt.version,
-        "without_a_word": attempt.without_a_word,
-        "in_flight": attempt.in_flight,
+        **{name: getattr(attempt, name) for name in _OF_ATTEMPT},
     }
 
 

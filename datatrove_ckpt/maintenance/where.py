@@ -216,13 +216,14 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     executor = _arguments(config.get("executor"))
     local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
+    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
     place = Place(
         str(local),
         local or Path(),
         [path],
         tasks=tasks if isinstance(tasks, int) and is_count(tasks) else 1,
         logging_dir=logging_dir if isinstance(logging_dir, str) else None,
-        output=_output_folder_of(config),
+        output=folder if isinstance(folder, str) else None,
         config=config,
     )
     if local is None or (remote is not None and _mirror_has_more(local, remote)):
@@ -278,12 +279,6 @@ def _kept_steps(executor: Json) -> dict[int, Json]:
     pipeline = executor.get("pipeline")
     steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
     return {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
-
-
-def _output_folder_of(config: dict[str, Any]) -> str | None:
-    """The output folder of the step with a checkpoint, as a YAML file names it."""
-    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    return folder if isinstance(folder, str) else None
 
 
 def _arguments(node: Any) -> dict[str, Any]:

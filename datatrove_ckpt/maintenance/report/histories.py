@@ -20,14 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary
-from datatrove_ckpt.checkpoint.history_records import (
-    Progress,
-    ServerEvent,
-    Spread,
-    Start,
-    is_progress_line,
-    parse_line,
-)
+from datatrove_ckpt.checkpoint.history_records import Progress, ServerEvent, Spread, Start, is_progress_line, parse_line
 from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal, whole_lines
 from datatrove_ckpt.formatting import ranges
 

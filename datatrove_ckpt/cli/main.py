@@ -33,7 +33,10 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 OVERRIDES_HELP = """\
-any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+a whole job, or a change of one in the short form, by the names of its settings:
+  --input documents/ --prompt "Summarise: {text}" --endpoint http://127.0.0.1:8000 --model m --run-folder runs/x
+  --max-tokens 60
+in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -145,6 +146,8 @@ def expand(content: Node, source: str) -> Node:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
+    for name in [name for name in content if name not in NAMES and {"run_folder", "input"} - own.keys()]:
+        refuse_unknown({name: None} if get_close_matches(name, NAMES) else {}, NAMES, source)
     job: ShortJob = construct(ShortJob, own, source)
     if "://" in job.run_folder:
         raise ConfigError(
@@ -270,15 +273,16 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
     if (found := _DATASET.fullmatch(given)) is not None:
         options = {"split": "train"}
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
-    if Path(given, "dataset_dict.json").is_file():
-        raise ConfigError(f"{source}: input: {given} holds several splits. Name one: {Path(given, 'train')}.")
-    if Path(given, "dataset_info.json").is_file():
-        return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
     from datatrove.io import get_datafolder  # slow to import
 
     folder, pattern = _split(given)
     try:
+        if Path(given, "dataset_info.json").is_file():
+            return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
+        has_splits = Path(given, "dataset_dict.json").is_file()
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
+        if not names and "://" not in folder and not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
     except Exception as error:  # botocore's are of no kind
         cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
         raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
@@ -286,7 +290,9 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
     others = [name for name in names if _suffix(name) not in known]
     odd = [one for one in others if pattern or any(kind in posixpath.basename(one).lower() for kind in known)]
     problem = ""
-    if not known:
+    if has_splits:
+        problem = f"several splits, such as {Path(given, 'train')}"
+    elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
     elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern):
         problem = " and ".join(known)

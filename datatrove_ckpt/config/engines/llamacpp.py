@@ -122,7 +122,7 @@ def _download(repo: str, file: str | None) -> Path:
                 for kind in _QUANTISED:
                     if found := next((one for one in files if kind in one.upper()), None):
                         return Path(hf_hub_download(name, found))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the client's are of several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file that was "

@@ -120,7 +120,7 @@ def check_checkpoints(
     yield from _check_ranks(folder)
 
 
-def check_local_output(folder: Path, moves: bool = False) -> Iterator[Finding]:
+def check_local_output(folder: Path, need: Need, moves: bool = False) -> Iterator[Finding]:
     """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
     yield from _try_locally(folder, _check_staging)
     kind = file_system(folder)
@@ -128,6 +128,7 @@ def check_local_output(folder: Path, moves: bool = False) -> Iterator[Finding]:
         yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    yield check_room(folder, need)
 
 
 def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
@@ -76,7 +77,7 @@ class Look:
     documents_per_second: float | None
     sample: Sample = field(default_factory=Sample)
 
-    def need(self, step: InferenceRunner) -> Need:
+    def needs(self, step: InferenceRunner) -> Needs:
         most, remote = most_documents(step.config), not step.output_writer.output_folder.is_local()
         return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
 
@@ -157,7 +158,7 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
-    folder, need, mirrored = step.checkpoints_root, look.need(step), step.checkpoints_remote_dir
+    folder, need, mirrored = step.checkpoints_root, look.needs(step).checkpoints, step.checkpoints_remote_dir
     moves = not look.plan.is_local
     yield from answered(folder, check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, moves))
 
@@ -170,7 +171,8 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(writer.output_folder)
     else:
         folder = Path(writer.output_folder.resolve_paths("")).absolute()
-        yield from answered(folder, check_local_output(folder, not look.plan.is_local))
+        need = look.needs(runner.step).output
+        yield from answered(folder, check_local_output(folder, need, not look.plan.is_local))
 
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -319,6 +321,13 @@ _BYTES_PER_TOKEN = 4
 _COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
 
 
+class Needs(NamedTuple):
+    """The space that one runner needs."""
+
+    checkpoints: Need
+    output: Need
+
+
 def answer_bytes(step: InferenceRunner) -> int | None:
     """The most bytes that the answers to one document may have; None without max_tokens.
 
@@ -336,26 +345,32 @@ def estimate(
     max_concurrent_documents: int,
     ranks: int,
     stages_remotely: bool,
-) -> Need:
-    """The space that the checkpoint folder must have at one time. ``_check_space`` tells that of the output.
+) -> Needs:
+    """The space that the checkpoint folder and a local output folder must have at one time.
 
-    At least: one chunk per rank as a journal, without answers. At most: with answers, both in the journal and in the
-    request cache, for as many unfinished chunks as a rank can have (those waiting to be published, the one being
-    published, the one being filled, and those with documents in progress); and one chunk per rank that is staged.
+    At least: one chunk per rank as a journal, without answers; nothing for output, which may be compressed. At most:
+    with answers, both in the journal and in the request cache, for as many unfinished chunks as a rank can have (those
+    waiting to be published, the one being published, the one being filled, and those with documents in progress), and
+    one chunk per rank as uncompressed output.
     """
     inodes = _FILES_PER_RANK * ranks
     if not sample.number:
-        return Need(None, None, inodes, "no document could be read")
+        unknown = Need(None, None, inodes, "no document could be read")
+        return Needs(unknown, unknown)
     records, with_answer = records_per_chunk, sample.mean + (answer or 0)
     chunks = MAX_PUBLISHING + 2 + math.ceil(max_concurrent_documents / records_per_chunk)
     if sample.is_all:
         records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
-    most = ranks * records * (chunks * (with_answer + (answer or 0)) + (with_answer if stages_remotely else 0))
+    staged = int(ranks * records * with_answer)
+    most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
     basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
     basis += _answers(answer)
     here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
     here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
-    return Need(int(ranks * records * sample.mean), int(most), inodes, here)
+    return Needs(
+        Need(int(ranks * records * sample.mean), most, inodes, here),
+        Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
+    )
 
 
 def _answers(most: int | None) -> str:

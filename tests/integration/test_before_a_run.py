@@ -257,19 +257,20 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
 
 def test_room_is_for_one_journal_of_each_rank_at_least_and_all_that_may_be_unfinished_at_most() -> None:
     sample = Sample(100, 1000.0)
-    need = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=False)
-    assert need.least == 2 * 10 * 1000
-    assert need.most == 7 * 2 * 10 * (1000 + 500 + 500)
+    needs = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=False)
+    assert needs.checkpoints.least == 2 * 10 * 1000
+    assert needs.checkpoints.most == 7 * 2 * 10 * (1000 + 500 + 500)
+    assert (needs.output.least, needs.output.most) == (0, 2 * 10 * 1500)
     staged = estimate(sample, 500, 10, 5, ranks=2, stages_remotely=True)
-    assert (staged.most or 0) - need.most == 2 * 10 * 1500
+    assert (staged.checkpoints.most or 0) - needs.checkpoints.most == needs.output.most
     many = estimate(sample, None, 10, 500, ranks=2, stages_remotely=False)
-    assert many.most == 56 * (many.least or 0)
-    assert "answers not counted" in many.basis
+    assert many.checkpoints.most == 56 * (many.checkpoints.least or 0)
+    assert "answers not counted" in many.checkpoints.basis
     few = estimate(Sample(3, 1000.0, is_all=True), None, 10, 5, ranks=1, stages_remotely=False)
-    assert (few.least, few.most) == (3000, 3000)
+    assert (few.checkpoints.least, few.checkpoints.most) == (3000, 3000)
     three = estimate(Sample(30, 1000.0, is_all=True), None, 10, 5, ranks=1, stages_remotely=False)
-    assert (three.least, three.most) == (10_000, 30_000)
-    assert estimate(Sample(), 500, 10, 5, 2, False).least is None
+    assert (three.checkpoints.least, three.checkpoints.most) == (10_000, 30_000)
+    assert estimate(Sample(), 500, 10, 5, 2, False).checkpoints.least is None
 
 
 # Each measurement takes two seconds, and not a moment that a busy test may miss.

@@ -20,7 +20,7 @@ def checkpoints(folder: Path) -> dict[str, Finding]:
 
 
 def output(folder: Path) -> dict[str, Finding]:
-    return {check.what: check for check in check_local_output(folder)}
+    return {check.what: check for check in check_local_output(folder, NEED)}
 
 
 def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.process.task_errors import log_disabled
 
 
@@ -50,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
+    from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
+    from datatrove_ckpt.preflight.doctor import examine
 
     with log_disabled("datatrove", "datatrove_ckpt"):
         checks = list(examine(executor, arguments.documents_per_second))

@@ -50,7 +50,7 @@ Trouble = Literal[
 """
 
 
-_LEAST_DOCUMENTS = 10
+_LEAST_DOCUMENTS, _LEAST_SECONDS = 10, 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class RankState(Sums):
     @property
     def is_measured(self) -> bool:
         """Its average can be compared: that of few documents is chance, and of seconds the start of servers, mostly."""
-        return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= 60.0
+        return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
     @property
     def goes_on(self) -> bool:

@@ -369,7 +369,7 @@ def _limit(buckets: Buckets, number: float) -> float:
 
 
 def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rates = [one.log.rate for one in ranks if one.log.rate is not None and one.state.is_measured]
+    rates = [one.log.rate for one in ranks if one.log.rate is not None]
     median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else 0.0
     rows, tones = [], list[Tone]()
     for one in ranks:

@@ -19,13 +19,15 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 
 if TYPE_CHECKING:
     from datatrove.pipeline.inference.types import InferenceError as InferenceError
-    from datatrove.pipeline.inference.types import InferenceResult as InferenceResult
+    from datatrove.pipeline.inference.types import RolloutFunction as RolloutFunction
     from datatrove.pipeline.inference.types import ServerError as ServerError
 
+    from datatrove_ckpt.cli.short_form import run as run
     from datatrove_ckpt.config import InferenceConfig as InferenceConfig
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
 
 _TYPES = "datatrove.pipeline.inference.types"
@@ -37,7 +39,9 @@ _MODULES = {
     "InferenceRunner": f"{__name__}.runner",
     "LocalPipelineExecutor": f"{__name__}.executor",
     "MonitoringConfig": f"{__name__}.config",
+    "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
+    "run": "datatrove_ckpt.cli.short_form",
 }
 
 __all__ = [*_MODULES]

@@ -35,6 +35,7 @@ from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.screen import RunProgress, Screen
+from datatrove_ckpt.process.task_errors import task_of_many
 from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
@@ -110,6 +111,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             check_before_run(self)
             stats = self.run_ranks()
             check_after_run(self)
+        except CkptError as error:  # its message says it all; of the frames, a script shows its own
+            error.__traceback__ = None
+            raise
         finally:
             self.skip_completed = skip_completed
         return stats
@@ -138,7 +142,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         results = self._here if self.workers == 1 else self._in_workers
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
             for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
-                logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
+                if screen is None:  # it counts them
+                    logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
                 stats += result
         if left := self.get_incomplete_ranks(ranks, skip_completed=True):
             raise CkptError(
@@ -151,7 +156,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         try:
-            return super()._run_for_rank(rank, local_rank, node_rank)
+            with task_of_many(self.local_tasks > 1):
+                return super()._run_for_rank(rank, local_rank, node_rank)
         except (DocumentError, UnexpectedExit) as error:  # where a user's code may be the cause
             log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
             error.add_note(f"The traceback is in the log of task {rank}: {log}")

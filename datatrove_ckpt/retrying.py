@@ -356,6 +356,9 @@ READING = RetryPolicy(
     longest_advice=3600.0,
 )
 
+OPENING = replace(READING, patience=60.0)
+"""The first look of a job: then a network that is not there is likelier than an outage that ends."""
+
 # Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
 STORAGE = RetryPolicy(
     retried=_ALL - {401, 403, 404, 405, 501},

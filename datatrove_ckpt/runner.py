@@ -25,48 +25,43 @@ class InferenceRunner(Step):
     The first eight arguments are those of datatrove's ``InferenceRunner``.
 
     Args:
-        rollout_fn: ``async def rollout(document, generate, **shared)``. ``await generate(payload)`` returns an
-            ``InferenceResult`` or raises ``InferenceError``. What the rollout returns (an InferenceResult or JSON
-            values) is put into ``document.metadata[metadata_key]``, a list with one entry per rollout. None is left
-            out; a document whose rollouts all return None is dropped from the output, and counted as done.
+        rollout_fn: ``async def rollout(document, generate, **shared)``. Its result (an InferenceResult or JSON values)
+            is added to the list ``document.metadata[metadata_key]``. None is left out; a document whose rollouts all
+            return None is dropped.
         config: the server and how to ask it.
-        output_writer: any DiskWriter. With checkpoints its ``output_filename`` needs ``${chunk_index}``. With several
-            tasks it needs ``${rank}``: a YAML file is checked for that before anything runs, else the task is when it
-            starts.
-        shared_context: keyword arguments for the rollout: a dict, a callable that returns one, a context manager
-            that gives one, or a callable that returns such a context manager.
-        checkpoints_local_dir: local folder for checkpoints; ``~`` and ``$NAME`` are expanded where the task runs. None:
-            no checkpoints, and a run that dies starts over.
+        output_writer: any DiskWriter; its ``output_filename`` needs ``${chunk_index}`` with checkpoints, and
+            ``${rank}`` with several tasks.
+        shared_context: keyword arguments for the rollout: a dict, a context manager that gives one, or a function that
+            returns either.
+        checkpoints_local_dir: local folder for checkpoints. None: none, and a run that dies starts over.
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
         skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422, 431) becomes a dead
-            letter, instead of stopping the rank.
+            letter, and does not stop the rank.
         on_document_error: "stop" the rank when a rollout raises or its request is rejected, or make the document a
-            "dead_letter" and continue. A request that kills servers becomes a dead letter either way. A server that is
-            away or fails stops the rank either way.
+            "dead_letter". A request that kills servers always becomes one; a server that fails always stops the rank.
         max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
-        retry_dead_letters: process the dead letters of earlier runs instead of the input, into output files of their
-            own. The rank must be finished. datatrove's executors need ``skip_completed=False`` for it.
-        seek: whether a resume may seek in the input. None: only if the reader can, and it and the steps after it are
-            known to keep nothing from one document to the next; otherwise documents are counted. True declares that
-            your steps and adapters keep nothing.
-        sync_seconds: time between two syncs, and so what a power loss may cost; kill -9 costs none of it.
-            "auto": as short as 2 % of the storage thread's time allows, between 0.1 and 30 seconds.
-        drain_seconds: how long requests in flight may take once the rank is asked to stop, by a signal or because
-            Slurm's time limit comes near. A second signal ends the wait.
-        drain_signals: names of the signals that ask a rank to stop. Afterwards each is raised again for the handler
-            that was there before.
+        retry_dead_letters: process the dead letters of a finished rank instead of the input, into output files of their
+            own. datatrove's executors need ``skip_completed=False`` for it.
+        seek: whether a resume may seek in the input. None: if the reader can, and the steps before this one are known
+            to keep nothing between documents; otherwise documents are counted. True: you know that they keep nothing.
+        sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it. "auto": 2 % of the
+            storage thread's time, from 0.1 to 30 seconds.
+        drain_seconds: time for requests in flight once a signal or Slurm's time limit asks the rank to stop. A second
+            signal ends it.
+        drain_signals: signals that ask a rank to stop. Afterwards each is raised again for the handler that was there
+            before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.
-        accept_changes: continue ranks that are not finished and were started with other settings, and record that.
-        checkpoints_remote_dir: any fsspec URL (``s3://...``) or folder, to which the checkpoint is copied while the run
-            is on. A node without the local folder resumes from there. Credentials come from the environment.
-        mirror_seconds: shortest time between two uploads to ``checkpoints_remote_dir``, and so what a lost node may
-            cost. "auto": as short as 5 % of the mirror thread's time allows, between 5 and 600 seconds.
-        hub_commit_seconds: how long what is uploaded to the Hugging Face hub waits for more before its commit, at most.
-        hub_commits_per_hour: commits to a repository in an hour beyond which ranks wait. A free account may make 128.
-        monitoring: metrics for Prometheus, and runs of MLflow and Weights & Biases. None: nobody is told anything.
-        keep_answers: keep answers of committed documents for a fork with another prompt. They need about as much room
-            in the checkpoint as the output has, and no mirror holds them.
+        accept_changes: continue unfinished ranks that were started with other settings, and record that.
+        checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the run. A node without
+            the local folder resumes from it.
+        mirror_seconds: shortest time between two such uploads, which a lost node may cost. "auto": 5 % of the mirror
+            thread's time, from 5 to 600 seconds.
+        hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a commit.
+        hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may make 128.
+        monitoring: metrics and tracking.
+        keep_answers: keep answers of committed documents for a fork. They need about as much room as the output, and no
+            mirror holds them.
 
     Raises:
         ConfigError: an argument that cannot work.

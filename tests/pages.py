@@ -23,9 +23,6 @@ RUN_ELSEWHERE = {
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
-    "python -m tests.status_page": "tests/unit/test_pages.py compares what it writes with the page",
-    "datatrove-ckpt track monitored_run/checkpoints": "tests/integration/test_monitoring.py",
-    "datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run": "the same file runs it for the help",
     "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
     "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",
     "datatrove-ckpt run job.yaml --executor.tasks=40": "tests/integration/test_reshard.py",
@@ -110,3 +107,14 @@ def table_rows(text: str) -> list[list[str]]:
     rulers = [index for index, row in enumerate(rows) if all(set(cell) <= {"-", ":"} and cell for cell in row)]
     headers = {index - 1 for index in rulers} | set(rulers)
     return [row for index, row in enumerate(rows) if index not in headers]
+
+
+def list_heads(text: str) -> list[str]:
+    """What a page's list items begin with, before the colon."""
+    return [item.partition(": ")[0] for item in re.findall(r"^- (`.*)$", text, re.MULTILINE)]
+
+
+def exit_codes(command: str) -> list[str]:
+    """Those that docs/cli.md says of a command, in order. Each has 0 and 2."""
+    told = re.findall(r"Exit code (\d+(?: \+ n)?)", section("docs/cli.md", f"## {command}"))
+    return sorted({"0", "2", *told}, key=lambda code: int(code.split()[0]))

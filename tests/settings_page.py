@@ -2,20 +2,19 @@
 
     python -m tests.settings_page
 
-A numeric setting's unit comes from its name (``..._seconds``, ``..._sec``), or from its description, which begins with
-the unit ("tokens of ...") or says it ("..., in tokens"). A numeric setting without a unit is an error.
+A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or in its description, which begins with it
+("tokens of ...") or names it ("..., in tokens").
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, PromptRollout
@@ -33,46 +32,43 @@ _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _HEAD = """\
 # Settings
 
-Generated from the docstrings of `InferenceRunner`, `InferenceConfig`, `MonitoringConfig` and the rollouts by
-`python -m tests.settings_page`. Do not edit this page: edit the docstrings.
+<!-- Written by python -m tests.settings_page. Do not edit this page: edit the docstrings. -->
 
-In YAML, the settings of the runner are keys of its `init_args`, and those of the others are keys of `config` and
-`monitoring` below them. In Python, they are keyword arguments. On the
-[command line](cli.md#change-settings-on-the-command-line), `--pipeline.1.drain_seconds=60` and
-`--pipeline.1.config.tp=2` override them. [recovery.md](recovery.md#one-checkpoint-belongs-to-one-run) tells which
-settings may change between two runs.
+In the [short form](cli.md#the-short-form), settings of the runner, its config and its prompt stand side by side, or
+are flags (`--drain-seconds 60`). In the long form, the runner's are keys of its `init_args`, and the others of its
+`config`, `monitoring` and `rollout_fn`. Each is shown with its default; one without is None (YAML: `null`). Some may
+[change between two runs](recovery.md#one-checkpoint-belongs-to-one-run).
 """
 _RUNNER = """
 ## InferenceRunner
 
-The first eight are those of datatrove's `InferenceRunner`, with its defaults.
+The first eight are datatrove's.
 """
 _CONFIG = """
 ## InferenceConfig
 
-The settings up to `server_start_max_retries` are those of datatrove's `InferenceConfig`, with its defaults.
+Those up to `server_start_max_retries` are datatrove's.
 """
 _ROLLOUT = """
 ## {name}
 
-{first} [rollouts.md](rollouts.md) has examples.{others}
+{first}{others}
 """
 _ROLLOUTS: dict[type, str] = {
-    PromptRollout: "",
-    CompletionRollout: ""
-    " All other settings of `PromptRollout` besides `system_prompt` and `max_chars` are settings here, too.",
+    PromptRollout: " [Examples of all rollouts](rollouts.md).",
+    CompletionRollout: " The others are those of `PromptRollout`, without `system_prompt` and `max_chars`.",
     ChunkedRollout: ""
     " `prompt_column`, `tokenizer`, `tokenizer_revision`, `chars_per_token` and `generation_config` are those of "
     "`PromptRollout`.",
-    BestOfRollout: " All settings of `PromptRollout` are settings here, too.",
+    BestOfRollout: " The others are those of `PromptRollout`.",
 }
 """Each with what is said of the settings that it has from another one."""
 _MONITORING = """
 ## MonitoringConfig
 
-The keys of `monitoring`; [monitoring.md](monitoring.md) has examples.
+The keys of `monitoring` ([examples](monitoring.md)).
 """
-_COLUMNS = "\n| setting | type | default | unit | meaning |\n|---|---|---|---|---|\n"
+_COLUMNS = "\n| setting | meaning |\n|---|---|\n"
 
 
 def page() -> str:
@@ -111,10 +107,9 @@ def _field_default(field: dataclasses.Field[Any]) -> Any:
 def _rows(settings: list[tuple[str, Any, Any]], cls: type) -> str:
     texts = descriptions(cls)
     assert list(texts) == [name for name, _, _ in settings], f"{cls.__name__}: settings and docstring differ"
-    rows = [
-        [f"`{name}`", shown_type(hint), _shown_default(default), unit(name, hint, texts[name]), texts[name]]
-        for name, hint, default in settings
-    ]
+    for name, hint, _ in settings:
+        check_unit(name, hint, texts[name])
+    rows = [[_shown(name, default), texts[name]] for name, _, default in settings]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
@@ -128,27 +123,16 @@ def descriptions(cls: type) -> dict[str, str]:
     return found
 
 
-def unit(name: str, hint: Any, text: str) -> str:
-    """The unit of a numeric setting, "" for any other.
+def check_unit(name: str, hint: Any, text: str) -> None:
+    """A numeric setting says its unit.
 
     Raises:
-        ValueError: the docstring does not say it.
+        ValueError: it does not.
     """
-    if name in _PURE_NUMBERS or not {int, float} & set(_alternatives(hint)):
-        return ""
-    if name.endswith(("_seconds", "_sec")):
-        return "seconds"
-    first = text.partition(" ")[0]
-    said = re.search(rf", in ({'|'.join(_UNITS)})\b", text)
-    if first not in _UNITS and said is None:
+    if name in _PURE_NUMBERS or not {int, float} & set(_alternatives(hint)) or name.endswith(("_seconds", "_sec")):
+        return
+    if text.partition(" ")[0] not in _UNITS and not re.search(rf", in ({'|'.join(_UNITS)})\b", text):
         raise ValueError(f"{name}: its docstring does not say the unit, one of {', '.join(_UNITS)}.")
-    return first if first in _UNITS else str(said and said[1])
-
-
-def shown_type(hint: Any) -> str:
-    """The alternatives, without the form in which a config keeps its key."""
-    words = [_word(kind) for kind in _alternatives(hint) if getattr(kind, "__name__", "") != "EnvironmentSecret"]
-    return " or ".join(dict.fromkeys(words))
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -157,26 +141,10 @@ def _alternatives(hint: Any) -> list[Any]:
     return [hint]
 
 
-def _word(kind: Any) -> str:
-    origin = typing.get_origin(kind) or kind
-    if origin is Literal:
-        return " or ".join(f'`"{choice}"`' for choice in typing.get_args(kind))
-    if origin is types.NoneType:
-        return "`None`"
-    if origin is Callable:
-        return "function"
-    if origin is AbstractContextManager:
-        return "context manager"
-    inner = [_word(one).strip("`") for one in typing.get_args(kind)]
-    return f"`{origin.__name__}[{', '.join(inner)}]`" if inner else f"`{origin.__name__}`"
-
-
-def _shown_default(default: Any) -> str:
+def _shown(name: str, default: Any) -> str:
     if default is inspect.Parameter.empty:
-        return "required"
-    if isinstance(default, tuple):
-        default = list(default)
-    return f"`{default!r}`".replace("'", '"')
+        return f"`{name}` (required)"
+    return f"`{name}`" if default is None else f"`{name}: {json.dumps(default)}`"
 
 
 if __name__ == "__main__":

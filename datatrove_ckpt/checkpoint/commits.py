@@ -54,10 +54,13 @@ class CommitsDamaged(CheckpointCorrupt):
     """
 
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
+        root = path.parent.parent
+        checkpoints = root if retry_number(root.name) is None else root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
-            f"from the mirror. If there is none: {repair_command(_checkpoints(path.parent), logging_dir)}, then run "
-            "the same command again. Commits that can be proved are kept; the other chunks are processed again."
+            f"from the mirror. If there is none: {repair_command(checkpoints, logging_dir=logging_dir)}, "
+            "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
+            "again."
         )
         self.path, self.what, self.logging_dir = path, what, logging_dir
 
@@ -65,18 +68,12 @@ class CommitsDamaged(CheckpointCorrupt):
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
 
 
-def repair_command(checkpoints: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
+def repair_command(*what: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
     """The command that repairs a checkpoint, quoted for a shell."""
-    command = ["datatrove-ckpt", "repair", str(checkpoints)]
+    command = ["datatrove-ckpt", "repair", *map(str, what)]
     command += [] if output is None else ["--output", output]
     command += [] if logging_dir is None else ["--logging-dir", logging_dir]
     return shlex.join(command)
-
-
-def _checkpoints(folder: Path) -> Path:
-    """``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
-    root = folder.parent
-    return root if retry_number(root.name) is None else root.parent
 
 
 @dataclass(slots=True)
@@ -121,21 +118,7 @@ class DocumentCounts:
     cut_off: int = 0
     empty: int = 0
 
-    def count(self, outcome: str, requests: int = 0, prompt: int = 0, completion: int = 0, *ends: int) -> None:
-        """Adds one document. ``ends``: from ``answers`` on."""
-        self.read += 1
-        self.written += outcome == "written"
-        self.dropped += outcome == "dropped"
-        self.dead += outcome == "dead"
-        self.requests += requests
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        if ends:
-            self.answers += ends[0]
-            self.cut_off += ends[1]
-            self.empty += ends[2]
-
-    def count_all(self, documents: Sequence[Took]) -> None:
+    def count(self, documents: Sequence[Took]) -> None:
         """Adds documents."""
         outcomes = [outcome for outcome, _, _ in documents]
         sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))

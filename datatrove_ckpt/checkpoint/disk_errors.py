@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 
@@ -21,17 +23,33 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, sqlite3.Error) as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"Could not {action} {path}") from error
-        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(error, path)}") from error
+        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}") from error
 
 
 def _cause(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
+def too_large() -> str:
+    """What to do about a file that may not grow."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "Its file system takes no larger files: choose a folder on another one, or lower records_per_chunk."
+    return (
+        f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit -f) and run the same "
+        "command again; everything saved so far is kept."
+    )
+
+
+def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
         return "Free some space and run the same command again; everything saved so far is kept."
+    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if code == errno.EFBIG or (is_limited and "disk I/O error" in str(error)):  # as SQLite says it
+        return too_large()
+    if code == errno.ENOENT and action == "make the folder" and Path(path).parent.is_dir():
+        return f"{Path(path).parent} takes no folders. Choose another folder and run the same command again."
     if _was_removed(error, path):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only it held is "

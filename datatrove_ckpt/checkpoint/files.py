@@ -322,10 +322,7 @@ def _holder(content: bytes) -> dict[str, Any]:
 
 
 def _held_by(holder: bytes, path: Path) -> str:
-    is_this = False
-    with suppress(orjson.JSONDecodeError):
-        is_this = orjson.loads(holder) == _this_process()
-    if is_this:
+    if _holder(holder) == _this_process():
         return (
             f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
             "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "

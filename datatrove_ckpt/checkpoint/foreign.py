@@ -19,7 +19,9 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.errors import CheckpointMismatch
 
 MIGRATE = "datatrove-ckpt migrate CONFIG --from"
-"""The command that takes over a run of datatrove's own runner, up to its argument."""
+"""The command that takes over a run of datatrove's own runner, up to its argument. Who knows CONFIG puts it in."""
+RESHARD = "datatrove-ckpt reshard CONFIG --tasks"
+"""The command that deals out what is left, likewise."""
 
 
 def refuse_missing_run_json(folder: Path) -> None:

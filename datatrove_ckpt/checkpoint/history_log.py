@@ -278,14 +278,10 @@ class RecentHistory:
         then, last = self.before(RATE_SECONDS), self.window[-1] if self.window else None
         if then is None or last is None or last.at <= then.at:
             return Rates()
-        seconds = last.at - then.at
-        return Rates(
-            documents=max(0, last.own.documents - then.own.documents) / seconds,
-            requests=max(0, last.own.requests - then.own.requests) / seconds,
-            prompt_tokens=max(0, last.own.prompt_tokens - then.own.prompt_tokens) / seconds,
-            completion_tokens=max(0, last.own.completion_tokens - then.own.completion_tokens) / seconds,
-            input=max(0, last.position.done - then.position.done) / seconds,
-        )
+        names = ("documents", "requests", "prompt_tokens", "completion_tokens")
+        grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
+        grown.append(last.position.done - then.position.done)
+        return Rates(*(max(0, number) / (last.at - then.at) for number in grown))
 
 
 def read_recent(path: str) -> RecentHistory:
@@ -294,10 +290,7 @@ def read_recent(path: str) -> RecentHistory:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return _summarise(last_lines(path, _MAX_BYTES))
-
-
-def _summarise(lines: list[bytes]) -> RecentHistory:
+    lines = last_lines(path, _MAX_BYTES)
     found, attempts = RecentHistory(), dict[int, AttemptSummary]()
     newest, minute = 0, b""
     for line in lines:

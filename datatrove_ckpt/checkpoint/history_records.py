@@ -36,7 +36,7 @@ started again."""
 EndWhy = Literal["done", "stopped", "error"]
 """An attempt: every document is in the output; was asked to stop, and saved its work; failed."""
 
-_MAX_TEXT = 1000
+_MAX_TEXT = 4000
 _MAX_KINDS = 64
 _MAX_BUCKET = 400  # 2^100
 _PROGRESS = b'"k":"progress"'
@@ -322,7 +322,7 @@ class End(_Record):
     """An attempt ended, and could say so. One that was killed, or lost its node, has no such line.
 
     Attributes:
-        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, one line without secrets.
+        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, without secrets.
     """
 
     KIND = "end"
@@ -336,7 +336,7 @@ class End(_Record):
     def read(cls, data: Json) -> End:
         if data["why"] not in get_args(EndWhy):
             raise ValueError("no such end")
-        return cls(why=data["why"], what=_text(data.get("what", "")))
+        return cls(why=data["why"], what="\n".join(map(_text, data.get("what", "").split("\n"))))
 
 
 Record: TypeAlias = Start | ServerEvent | Progress | Spread | End

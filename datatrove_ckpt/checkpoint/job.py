@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finish
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.errors import CheckpointLocked
+from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 
 _GUARD_SECONDS = 60.0
 _POLL_SECONDS = 0.02
@@ -136,6 +136,16 @@ def name_tasks(ranks: list[int]) -> str:
     """Ranks for messages, the first few by number: "tasks 0, 1"."""
     shown = f"task{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:5]))}"
     return shown if len(ranks) <= 5 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def tasks_of(root: Path) -> int:
+    """The number of tasks of a run that has begun; 0: no file that can be read tells it."""
+    ranks = rank_numbers(root) if root.is_dir() else []
+    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
+        with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
+            if path.exists() and (tasks := read_run(path).get("tasks")):
+                return int(tasks)
+    return 0
 
 
 def _read(root: Path) -> Json:

@@ -28,9 +28,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
 
-Count = Callable[..., None]
-"""Counts a document from its outcome and ``Finished.numbers``: see ``DocumentCounts.count``."""
-
 JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with the saved answers "
     "where they exist."
@@ -67,6 +64,9 @@ class Work(NamedTuple):
 Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None]
 """What is counted of a finished document: ``outcome``, ``numbers`` and ``work`` of ``Finished``."""
 
+Count: TypeAlias = Callable[[list[Took]], None]
+"""Counts documents: see ``DocumentCounts.count``."""
+
 
 @dataclass(slots=True)
 class Finished:
@@ -96,7 +96,7 @@ class Finished:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For ``DocumentCounts.count``."""
+        """Its requests and tokens, and how its answers ended."""
         return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
 
     @property
@@ -184,7 +184,7 @@ class ChunkJournal:
 
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an earlier attempt.
-        count: gets outcome and numbers of each of these documents.
+        count: gets what these documents took.
 
     Raises:
         CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
@@ -198,23 +198,21 @@ class ChunkJournal:
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.seconds = NO_SECONDS
         """What the rank took until an earlier attempt wrote here last."""
-        self.recovered_dead = 0
-        """How many documents in ``recovered`` are dead letters."""
         self._offsets = array("q")
         self._lengths = array("I")
         self._recover(count)
         self._file = files.AppendFile(path)
 
     def _recover(self, count: Count | None) -> None:
-        size = 0
+        size, took = 0, list[Took]()
         for line, finished in read_finished(self.path, self.recovered, self.first_ordinal, self._end):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
-                self.recovered_dead += finished.outcome == "dead"
                 self.seconds = self.seconds.or_later(finished.seconds or NO_SECONDS)
-                if count is not None:
-                    count(finished.outcome, *finished.numbers)
+                took.append(finished.took)
+        if count is not None:
+            count(took)
         if self.path.exists() and self.path.stat().st_size > size:
             files.disk.truncate(self.path, size)
 

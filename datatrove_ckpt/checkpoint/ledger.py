@@ -256,10 +256,10 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     if found:
         return found
     if not checkpoints.exists():
-        raise ConfigError(f"{checkpoints} does not exist. Give the folder that checkpoints_local_dir names.")
+        raise ConfigError(f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir.")
     raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the folder that "
-        "checkpoints_local_dir names."
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
+        "that of checkpoints_local_dir."
     )
 
 
@@ -458,9 +458,8 @@ def _read_journals(
     for index in found.journals:
         known: dict[int, str] = {}
         counted[index] = DocumentCounts()
-        for _, one in read_finished(Path(found.path(journal_name(index))), known):
-            if one is not None:
-                counted[index].count(one.outcome, *one.numbers)
+        documents = read_finished(Path(found.path(journal_name(index))), known)
+        counted[index].count([one.took for _, one in documents if one is not None])
         if Want.COMMITS in want:
             ordinals[index] = known
     return counted

@@ -106,11 +106,7 @@ class OpenCheckpoint:
         self._admitted = self._finished = self._finished_bytes = 0
         self._closing = threading.Lock()
         self._closed = False
-
-    def start(self) -> None:
-        """Starts the threads."""
         self._storage.start()
-        self._publisher.start()
         if self._mirror is not None:
             self._mirror.start(self)
 
@@ -224,15 +220,12 @@ class OpenCheckpoint:
     def publishing_behind(self) -> bool:
         """Too many chunks wait to be published. Admit nothing; documents in progress may continue."""
         if self._placement.is_later:
-            return self._room.holds_up(self.publishing, MAX_PUBLISHING, self._unwritten_bytes)
+            # What the documents in work may still write, if they are as large as those before, and the staged chunk.
+            mean = self._finished_bytes / max(1, self._finished)
+            in_work = mean * (self._admitted - self._finished)
+            unwritten = int(_COPIES * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk)
+            return self._room.holds_up(self.publishing, MAX_PUBLISHING, unwritten)
         return self.publishing > MAX_PUBLISHING
-
-    @property
-    def _unwritten_bytes(self) -> int:
-        """What the documents in work may still write, if they are as large as those before, and the staged chunk."""
-        mean = self._finished_bytes / max(1, self._finished)
-        in_work = self._admitted - self._finished
-        return int(_COPIES * (mean * in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk)
 
     @property
     def publishing(self) -> int:
@@ -375,9 +368,7 @@ class CheckpointManager:
             rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point)
             rank_files.start_history()
             undo.pop_all()
-        checkpoint = OpenCheckpoint(self, lock, rank_files)
-        checkpoint.start()
-        return checkpoint
+        return OpenCheckpoint(self, lock, rank_files)
 
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
@@ -395,8 +386,10 @@ class CheckpointManager:
                 files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
-        if not lock.works:
-            self._detach()
+        if not lock.works:  # an earlier owner may still have these files open, until it checks the fence
+            journals = [journal_name(index) for index in journal_indices(self.folder)]
+            for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
+                files.disk.detach(self.folder / name)
         return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
 
     def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
@@ -405,9 +398,3 @@ class CheckpointManager:
         if is_fork:  # its answers came from a run whose chunks may have had another size
             cache.renumber(self.records_per_chunk)
         return cache
-
-    def _detach(self) -> None:
-        """Without locks, an earlier owner may still have these files open, until it checks the fence."""
-        journals = [journal_name(index) for index in journal_indices(self.folder)]
-        for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
-            files.disk.detach(self.folder / name)

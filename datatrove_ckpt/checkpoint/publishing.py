@@ -54,10 +54,7 @@ class Publisher:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True).start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         """``journal`` holds all documents of the chunk, and is synced."""
@@ -146,6 +143,6 @@ class _WrittenDocuments:
         self.fence.check(thorough=True)
 
     def _count(self, took: list[Took]) -> None:
-        self.chunk.counts.count_all(took)
+        self.chunk.counts.count(took)
         self.chunk.work.count(took)
         took.clear()

@@ -115,7 +115,7 @@ class RankFiles:
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
-            self.finished.count_all([finished.took for finished in group])
+            self.finished.count([finished.took for finished in group])
             self.unfinished.difference_update(finished.ordinal for finished in group)
 
     @property

@@ -54,7 +54,6 @@ class ResumePoint:
         counts, work: what all earlier attempts committed.
         finished: the documents that they finished: those in commits and those in journals.
         seconds: what they took, as far as it was written down.
-        dead: number of dead letters of earlier attempts, committed or not.
         interrupted: an earlier attempt did not complete, so something is left to do.
         forked: what the rank keeps of the run that it was forked from; None: it is no fork.
     """
@@ -71,7 +70,6 @@ class ResumePoint:
     finished: DocumentCounts = field(default_factory=DocumentCounts)
     work: WorkStats = field(default_factory=WorkStats)
     seconds: Seconds = NO_SECONDS
-    dead: int = 0
     interrupted: bool = False
     forked: Forked | None = None
 
@@ -116,7 +114,6 @@ def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk
             point.journals[chunk_index] = journal
         else:
             journal.remove()  # a kill came before its first line was written
-    point.dead = point.counts.dead + sum(journal.recovered_dead for journal in point.journals.values())
     answers = cache.answer_counts()
     for journal in point.journals.values():
         point.seconds = point.seconds.or_later(journal.seconds)

@@ -20,7 +20,7 @@ import multiprocess
 from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
@@ -29,14 +29,17 @@ from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.verify_repair import repair_before_run
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
+_REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
 
@@ -56,7 +59,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            return fail(error, 1)
+            return fail(_with_command(error, arguments, plan), 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
@@ -82,6 +85,13 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
     try:
         with interruption:
+            if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
+                raise ConfigError(
+                    "--fail-on-dead-letters: this command submits the job, and ends before its tasks do. Leave the "
+                    "flag out; `datatrove-ckpt status` counts the dead letters."
+                )
+            if arguments.repair and not repair_before_run(plan):
+                return fail(CkptError("Nothing was changed, and nothing was started."), 1)
             if arguments.retry_dead_letters:
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
@@ -90,7 +100,9 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _execute(executor, plan, arguments.command)
+            dead = _execute(executor, plan, arguments.command)
+            if dead and arguments.fail_on_dead_letters:
+                return fail(CkptError(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."), 1)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -105,19 +117,19 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments), 1)
+        return fail(_with_command(own, arguments, plan), 1)
     finally:
         say_errors_later(False)
     return 0
 
 
-def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
-    """Runs the executor, or submits it, and prints the last line."""
+def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
+    """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
         say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
-        return
+        return 0
     is_ray = isinstance(executor, RayPipelineExecutor)
     marked = plan.marked() if is_ray and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
@@ -126,13 +138,19 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> None:
     checked = check_after_run(executor)
     for runner in kept:
         say(closing_line(runner, command, checked))
+    return sum(job.counts.dead for job in checked.jobs.values())
 
 
-def _with_command(error: Exception, arguments: argparse.Namespace) -> Exception:
-    """The error with the whole command to type, if it names a flag or a command on this file."""
-    text = str(error).replace(MIGRATE, MIGRATE.replace("CONFIG", shlex.quote(arguments.config)))
-    if (flag := _ACCEPT.search(text)) is not None:
+def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:
+    """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
+    from datatrove_ckpt.cli.start_over import advice  # maintenance, which a run does not need
+
+    text = with_config(str(error), [arguments.config, *arguments.overrides] if arguments.config else ())
+    if "--repair" not in arguments.command.split():
+        text = _REPAIR.sub(lambda found: f"{arguments.command} --repair", text)
+    if (flag := _ACCEPT.search(str(error))) is not None:
         text += f" The whole command: {arguments.command} {flag[0]}"
+    text += advice(error, plan, arguments)
     if text != str(error):
         error.args = (text,)
     return error
@@ -188,8 +206,8 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 # Those outside checkpoints and output: what happened, where, and what to do. They come from ``logging_dir`` above all:
 # datatrove writes it, and an error of a full disk names no file.
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
@@ -197,20 +215,23 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     logs = plan.logging_dir
     folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
-    folders["TMPDIR"] = Path(tempfile.gettempdir())
     if error.errno in _FULL:
-        where = error.filename or " or ".join(f"{name} {folder}" for name, folder in folders.items())
-        return StorageFailed(
-            f"{error.strerror}: {where}. Free some space and run the same command again; "
-            "everything saved so far is kept."
-        )
+        places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]
+        where = error.filename or " or ".join(f"{name} {folder}" for name, folder in places)
+        free = "Free some space and run the same command again; everything saved so far is kept."
+        return StorageFailed(f"{error.strerror}: {where}. {too_large() if error.errno == errno.EFBIG else free}")
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
         return error
-    path = Path(error.filename).absolute()
-    setting = next((name for name, folder in folders.items() if path.is_relative_to(folder)), None)
+    path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
+    near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
+    setting = next(near, None)
+    if error.errno == errno.ENOENT:
+        gone = "it was removed during the run, or its file system takes no files there. Choose another"
+        said = f"{path} ({setting}): {error.strerror}: {gone} {setting}."
+        return error if setting is None else StorageFailed(said)
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
         return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
-    where = f" (in {setting})" if setting else ""
+    where = f" ({setting})" if setting else ""
     other = f", or choose another {setting}," if setting else ""
     return StorageFailed(
         f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "

@@ -20,6 +20,7 @@ from datatrove_ckpt.cli.yaml_config import (
     dump,
     import_name,
     is_callable,
+    is_open,
     item_hint,
     leaves,
     parameters_of,
@@ -36,16 +37,19 @@ class FullConfig:
 
     Args:
         content: what the file says, with overrides applied. ``build`` must have accepted it.
+        defaults: with those of all that it leaves out.
     """
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, content: dict[str, Any], defaults: bool = True) -> None:
+        self._with_defaults = defaults
         self._defaults: list[str] = []
         self._secrets: list[str] = []
         self._content = {"executor": self._node(content["executor"], "executor")}
 
     def text(self) -> str:
         """The configuration as YAML, with secrets masked."""
-        head = "# The configuration as it will be used, with all defaults. This text can be run as it stands.\n"
+        how = ", with all defaults" if self._with_defaults else ""
+        head = f"# The configuration as it will be used{how}. This text can be run as it stands.\n"
         head += _comment("Left out, because a file cannot say these defaults", self._defaults)
         hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
         head += _comment("Hidden: write each secret in its place, into a file that only you can read", hidden)
@@ -65,9 +69,11 @@ class FullConfig:
         """Every argument of a class: those that are given, and the defaults of the others. The pipeline is the last."""
         parameters, _ = parameters_of(cls)
         # Arguments that classes of datatrove or ours have are no secrets by their names, such as ``text_key``.
-        harmless = {name for one in filter(_is_known, cls.__mro__) for name in parameters_of(one)[0]}
+        known = (one for one in cls.__mro__ if one.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt"))
+        harmless = {name for one in known for name in parameters_of(one)[0]}
         values: dict[str, Any] = {}
-        for name in sorted([*parameters, *(name for name in given if name not in parameters)], key="pipeline".__eq__):
+        others = parameters if self._with_defaults else ()
+        for name in sorted([*others, *(name for name in given if name not in others)], key="pipeline".__eq__):
             where, says = f"{place}.{name}", "" if name in harmless else name
             if name in given:
                 values[name] = self._given(parameters.get(name, ANYTHING).hint, given[name], where, says)
@@ -92,7 +98,8 @@ class FullConfig:
             return self._arguments(plain[0], value, place)
         if isinstance(value, list) and (element := item_hint(kinds)) is not None:
             return [self._given(element, item, f"{place}.{index}", name) for index, item in enumerate(value)]
-        if Any not in kinds and not (isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))):
+        is_text = isinstance(value, str) and (str in kinds or any(map(is_callable, kinds)))
+        if not (is_text or Any in kinds or (isinstance(value, dict) and is_open(kinds))):
             with suppress(*_NOT_PLAIN):
                 value = _as_written(checked(hint, value))  # such as 2.0 of "2"
         return self._masked(name, value, place)
@@ -111,10 +118,6 @@ class FullConfig:
         if isinstance(value, list):
             return [self._masked(name, part, f"{place}.{index}") for index, part in enumerate(value)]
         return value
-
-
-def _is_known(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
 
 
 def _as_written(value: Any) -> Any:

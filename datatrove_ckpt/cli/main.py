@@ -33,14 +33,17 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 OVERRIDES_HELP = """\
-any argument in the file can be set on the command line; init_args is left out, steps count from 0:
+a whole job, or a change of one in the short form, by the names of its settings:
+  --input documents/ --prompt "Summarise: {text}" --endpoint http://127.0.0.1:8000 --model m --run-folder runs/x
+  --max-tokens 60
+in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
 _WHAT_HELP = """\
-WHAT is a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir: s3://, hf://, a path), or the
-YAML file of the run, with the overrides that the run had:
+WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
+s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+    if not overrides and getattr(arguments, "config", "") is None:
+        parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     try:
         with gc_paused():
@@ -106,18 +111,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments into plain ones and overrides.
+    """Splits the arguments into plain ones and overrides: flags that the command does not have itself.
 
-    ``--executor.tasks=4`` and ``--executor.tasks 4`` are overrides; the second list has them as ``path=value``.
+    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``.
     """
+    options = {name: given for name, _, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
+    own = {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
     rest: list[str] = []
     overrides: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        if not re.match(r"--(executor|pipeline)\.", argument):
+        if not argument.startswith("--") or argument.partition("=")[0] in own:
             rest.append(argument)
+        elif "=" in argument:
+            overrides.append(argument)
+        elif (value := next(remaining, None)) is not None:
+            overrides.append(f"{argument}={value}")
         else:
-            overrides.append(argument if "=" in argument else f"{argument}={next(remaining, '')}")
+            rest.append(argument)  # of which the parser says that it is none
     return rest, overrides
 
 
@@ -174,8 +185,8 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file with one key, executor")
-_WHAT = _argument("WHAT", "checkpoint folder, URL of its mirror, or YAML file of the run")
+_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
@@ -185,6 +196,8 @@ _TOKEN_PRICE = _argument(
     "--price-per-million-tokens",
     type=_prices,
 )
+
+_N = partial(_count, "documents")
 
 # commands ------------------------------------------------------------------------------------------------------------
 
@@ -206,11 +219,16 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
 @_command(
     "run",
     _CONFIG,
-    _flag("--dry-run", "build everything, print it, run nothing"),
+    _flag("--dry-run", "build everything, print it with all defaults, run nothing"),
+    _flag("--print-config", "print the long form of the job, run nothing"),
     _flag(
         "--retry-dead-letters",
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
+    _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
+    _flag("--start-over", "rename what the run has made (runs/x to runs/x.1), and begin anew; not needed to resume"),
+    _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
+    _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:
@@ -225,6 +243,7 @@ def run() -> None:
     exit codes:
       0  done, or submitted
       1  stopped by an error; the same command resumes
+         with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
     """
@@ -234,6 +253,7 @@ def run() -> None:
     "run",
     _CONFIG,
     _JSON,
+    _flag("--all", "print the checks that are ok, too"),
     _argument(
         "RATE",
         "of one task, to compare what piles up while the hub refuses commits with the room for it",
@@ -247,8 +267,9 @@ def doctor() -> None:
     examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
-    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check:
-    ok, warning (continue if this is what you want) or problem (the run would fail, or could lose work), and what to do.
+    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check and
+    what to do: warning (continue if this is what you want) or problem (the run would fail, or could lose work).
+    Problems come last; --all prints the checks that are ok, too.
     The checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
     nothing behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
 
@@ -314,8 +335,8 @@ def migrate() -> None:
 
     CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
     output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that
-    run first, also where it waits in a queue or for its server: it takes no lock. Noticed are a process of this host
-    that has its files open to write, and files that change meanwhile; young files are a warning.
+    run first, also if it waits in a queue or for its server: it takes no lock, so migrate notices it only if it has
+    files open on this host, or changes files meanwhile. Files that changed lately are a warning.
 
     Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
     document by document, and processed again by the next run. FOLDER is not changed, unless it is the
@@ -355,7 +376,7 @@ def status() -> None:
     (WHAT)
 
     It only reads; a run may be active meanwhile. The sums come first, then the ranks that need attention: damaged,
-    failed, lost (ended without a word), silent, stuck, slow, interrupted. docs/status.md says what each of them means.
+    failed, lost (killed, or its node is gone), silent, stuck, slow, interrupted. docs/status.md tells what each means.
 
     exit codes:
       0  no rank is damaged
@@ -386,6 +407,36 @@ def report() -> None:
     exit codes:
       0  the page is written
       1  it could not be read or written
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+
+
+@_command(
+    "show",
+    _WHAT,
+    _argument("N", "how many; 5 unless said otherwise", "--n", type=_N, default=5),
+    _argument("ID", "those with this id, as a whole", "--id"),
+    _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
+    _flag("--dead", "dead letters that no retry has taken, with their causes"),
+    _flag("--longest", "the longest answers first; it reads all output"),
+    _OUTPUT,
+)
+def show() -> None:
+    """Print documents with their answers.
+
+    examples:
+      datatrove-ckpt show quickstart/checkpoints --n 2
+      datatrove-ckpt show quickstart/checkpoints --longest
+
+    (WHAT)
+
+    Documents come from the output files, JSONL or Parquet, in the order of the input; long texts are shortened in their
+    middle, but for those of --id. Secrets and control characters are not printed. A run may be active meanwhile: a file
+    appears when its chunk is finished.
+
+    exit codes:
+      0  at least one document is printed
+      1  there is none, or the output cannot be read
       2  WHAT is no checkpoint, or a mistake on the command line
     """
 

@@ -16,33 +16,21 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, compare, read_run
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.identity import Change, compare
+from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
-from datatrove_ckpt.cli.printing import announce, print_json, say
+from datatrove_ckpt.cli.printing import announce, as_json, say
+from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.cli.yaml_config import make_executor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
+from datatrove_ckpt.maintenance import fork as forks
 from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.fork import (
-    Fork,
-    Source,
-    built,
-    check_mirror,
-    check_source,
-    check_target,
-    put_in_place,
-    real_place,
-    upload,
-)
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, output_folder_of, restored
-from datatrove_ckpt.maintenance.where import upload as upload_ranks
+from datatrove_ckpt.maintenance.where import Place, is_config, restored, upload
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings, Migration
 from datatrove_ckpt.preflight.reshard.run import Resharded
@@ -59,7 +47,7 @@ _SHOWN, _OTHERS_SHOWN, _MOVED_SHOWN = 20, 5, 5
 def relocate(arguments: argparse.Namespace) -> int:
     """Compares the files, prints what it changes, and changes it. Returns the exit code."""
     with place_of(arguments, trusted=True) as named, restored(named) as place:
-        output = arguments.output or output_folder_of(place.config)
+        output = arguments.output or place.output
         if output is None:
             raise ConfigError(
                 "--output: name the folder, or the URL, where the output files are now. A YAML file of the run at the "
@@ -79,7 +67,7 @@ def relocate(arguments: argparse.Namespace) -> int:
 
 def _relocate(plan: Relocation, place: Place) -> str:
     carry_out(plan)
-    upload_ranks(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
+    upload(place, plan.ranks)  # a process that still works on them stops when it sees the new owner
     where = f"checkpoints_remote_dir: {place.what}" if place.is_copy else f"checkpoints_local_dir: {place.folder}"
     return (
         f"Done. Run the pipeline with {where} and output_folder: {plan.where}, and the same input. Do not go on with "
@@ -90,7 +78,7 @@ def _relocate(plan: Relocation, place: Place) -> str:
 def _way_out(plan: Relocation, place: Place) -> str:
     if any(problem.kind == "rank" for problem in plan.obstacles):
         return "Finish what is half done at the old place, copy these files and folders again, and relocate again."
-    repair = repair_command(place.given, output=plan.report.output)
+    repair = repair_command(*place.given, output=plan.report.output)
     again = "Copy these files again, and relocate again."
     return f"{again} What is lost at the old place, too, can be made again: {repair}, then relocate, then run."
 
@@ -104,7 +92,8 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     report = plan.report
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
     files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
-    lines = [f"{plan.where}: {files}, {byte_size(plan.bytes)}: {compared} are those of the commits of {ranks}."]
+    size = byte_size(sum(file.size for chunk in report.chunks for file in chunk.files))
+    lines = [f"{plan.where}: {files}, {size}: {compared} are those of the commits of {ranks}."]
     if report.not_started:
         lines.append(
             f"{name_tasks(report.not_started)}: nothing here shows a start. If there was one, copy what it saved, too, "
@@ -133,6 +122,7 @@ class NewRun:
         identity: what it will be, if there is a file.
         mirror: its ``checkpoints_remote_dir``, likewise.
         logging_dir: its executor's, likewise.
+        command: starts it, likewise.
     """
 
     folder: Path
@@ -140,6 +130,7 @@ class NewRun:
     identity: RunIdentity | None = None
     mirror: str | None = None
     logging_dir: str = ""
+    command: str = ""
     changes: list[Change] = field(default_factory=list)
 
 
@@ -150,14 +141,14 @@ def fork(arguments: argparse.Namespace) -> int:
         arguments.overrides = []  # they are the new run's
     with place_of(arguments, trusted=True) as named, restored(named) as place:
         source = place.what if place.is_copy else str(place.folder.absolute())
-        check_source(place.folder)
-        run = Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
+        forks.check_source(place.folder)
+        run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
         if new.identity is not None:
             new.changes = compare(run.settings, new.identity)
             _check_new(new, new.identity.fields, run, place)
-        check_target(place.folder, new.folder)
+        forks.check_target(place.folder, new.folder)
         why = None if arguments.no_answers else run.why_unusable(new.identity)
-        with log_disabled(*_NOT_ABOUT_IT), built(place.folder, source, new.folder, why) as (found, folder):
+        with log_disabled(*_NOT_ABOUT_IT), forks.built(place.folder, source, new.folder, why) as (found, folder):
             state = read_run_state(replace(place, mirror=None))
             lines = _costs(place.what, run, found, state, new, arguments)
             announce(lines, partial(_put_in_place, folder, new), arguments.dry_run)
@@ -177,10 +168,12 @@ def _new_run(arguments: argparse.Namespace) -> NewRun:
             "the file."
         )
     step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
-    return NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new = NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
+    new.command = shlex.join(["datatrove-ckpt", "run", arguments.new, *arguments.overrides])
+    return new
 
 
-def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: Place) -> None:
+def _check_new(new: NewRun, settings: Mapping[str, object], run: forks.Source, place: Place) -> None:
     """
     Raises:
         ConfigError: the new run has a folder of the other one, or another number of tasks.
@@ -193,7 +186,7 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
         )
     output = str(settings["output_folder"])
-    if (real_place(output), settings["output_filename"]) in run.outputs:
+    if (forks.real_place(output), settings["output_filename"]) in run.outputs:
         raise ConfigError(
             f"{new.config}: output_folder: {output} is that of {place.what}. Choose another one: the new run would "
             "write over the other one's files."
@@ -204,20 +197,20 @@ def _check_new(new: NewRun, settings: Mapping[str, object], run: Source, place: 
             "as complete there. Choose another one."
         )
     if new.mirror is not None:
-        check_mirror(new.mirror)
+        forks.check_mirror(new.mirror)
 
 
 def _is_used(logging_dir: str, other: str | None) -> bool:
     """Whether it is the other run's, as far as a file tells that, or has markers of finished tasks."""
-    here = real_place(logging_dir)
-    if other is not None and here == real_place(other):
+    here = forks.real_place(logging_dir)
+    if other is not None and here == forks.real_place(other):
         return True
     markers = Path(here, "completions")
     return "://" not in here and markers.is_dir() and any(markers.iterdir())
 
 
 def _costs(
-    what: str, run: Source, found: Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
+    what: str, run: forks.Source, found: forks.Fork, state: RunState, new: NewRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
@@ -232,7 +225,6 @@ def _costs(
         f"input: {plural(found.positions, 'position')} in it kept, with the fingerprint of the document there: the new "
         "run stops if it reads another input"
     )
-    answers = found.answers
     if arguments.no_answers:
         yield "answers: none is kept (--no-answers)"
     for why, ranks in found.unusable.items():
@@ -240,7 +232,7 @@ def _costs(
         yield f"{whose} can{'' if ranks == found.ranks else 'not'} be used: {why}"
     if not arguments.no_answers and found.unusable.total() < found.ranks:
         yield f"answers: {_kept(run, found, new, arguments)}"
-    dropped = totals.counts.read - answers.committed
+    dropped = totals.counts.read - found.committed
     yield f"not kept: results, and the answers of {plural(dropped, 'committed document')}"
     total, how = _documents(state)
     if not totals.documents:
@@ -255,15 +247,14 @@ def _costs(
     )
 
 
-def _kept(run: Source, found: Fork, new: NewRun, arguments: argparse.Namespace) -> str:
-    answers = found.answers
-    if not answers.requests:
+def _kept(run: forks.Source, found: forks.Fork, new: NewRun, arguments: argparse.Namespace) -> str:
+    if not found.requests:
         return "none; the old run has saved none of documents that it has not committed"
-    saved = _amount(answers.requests, answers.prompt_tokens, answers.completion_tokens, arguments)
+    saved = _amount(found.requests, found.prompt_tokens, found.completion_tokens, arguments)
     names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
     doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
     return (
-        f"{answers.requests} of {plural(answers.documents, 'document')} kept. One is used if the final payload of "
+        f"{found.requests} of {plural(found.documents, 'document')} kept. One is used if the final payload of "
         f"a request is equal, so at most {saved} are not paid again{doubt if names and not run.is_unstarted else ''}"
     )
 
@@ -290,11 +281,11 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 
 def _put_in_place(folder: Path, new: NewRun) -> str:
     if new.mirror is not None:
-        upload(folder, new.mirror)
-    put_in_place(folder, new.folder)
+        forks.upload(folder, new.mirror)
+    forks.put_in_place(folder, new.folder)
     if new.config is not None:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
-        return f"Made {where}. Start the new run: datatrove-ckpt run {new.config}, with the same overrides."
+        return f"Made {where}. Start the new run: {new.command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
@@ -312,24 +303,17 @@ def reshard(arguments: argparse.Namespace) -> int:
             "run's pipeline, which only its YAML file names."
         )
     with place_of(arguments) as place:
-        before = _tasks(place.folder)
+        if not (before := tasks_of(place.folder)):
+            raise ConfigError(f"reshard: {place.folder} holds no checkpoint that tells its number of tasks.")
     overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
     executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
     found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
-        again = ["datatrove-ckpt", "run", arguments.what, *(f"--{one.removeprefix('--')}" for one in overrides)]
+        again = ["datatrove-ckpt", "run", arguments.what, *overrides]
         say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
     return 0
-
-
-def _tasks(root: Path) -> int:
-    paths = [root / JOB, *(rank_folder(root, rank) / RUN for rank in rank_numbers(root))]
-    for path in paths:
-        if path.exists() and (tasks := read_run(path).get("tasks")):
-            return int(tasks)
-    raise ConfigError(f"reshard: {root} holds no checkpoint that tells its number of tasks.")
 
 
 def _describe_reshard(found: Resharded, dry_run: bool) -> list[str]:
@@ -386,7 +370,7 @@ def migrate(arguments: argparse.Namespace) -> int:
 
         raise explain(error, RunPlan(executor)) from None
     if arguments.json:
-        print_json({"dry_run": arguments.dry_run, **findings.to_json()})
+        say(as_json({"dry_run": arguments.dry_run, **findings.to_json()}))
     else:
         say("\n".join([*_describe_migration(findings), *_close_migration(findings, arguments)]))
     return 0

@@ -14,9 +14,9 @@ from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.redaction import redact
 
 
-def print_json(content: dict[str, Any]) -> None:
-    """Prints one JSON object."""
-    say(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+def as_json(content: dict[str, Any]) -> str:
+    """One JSON object as text."""
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def takes_unicode() -> bool:
@@ -29,7 +29,7 @@ def say(text: str) -> None:
     write_out(f"{text}\n")
 
 
-def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool) -> None:
+def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool = False) -> None:
     """Prints what will be done to a run, then does it, unless it is a ``dry_run``, and prints what is next.
 
     Args:

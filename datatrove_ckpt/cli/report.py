@@ -1,4 +1,4 @@
-"""``datatrove-ckpt report``: writes one HTML page about a run. Imports no datatrove.
+"""``datatrove-ckpt report``: writes one HTML page about a run.
 
 Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command line.
 """
@@ -6,16 +6,22 @@ Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.maintenance.documents import ShownDocument, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.report.gather import Prices, gather
+from datatrove_ckpt.maintenance.where import Place
+
+_DOCUMENTS = 10
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -26,7 +32,7 @@ def report(arguments: argparse.Namespace) -> int:
     prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        page = gather(state, prices, place.config)
+        page = gather(state, prices, place.config, list(_documents(place)))
     text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)
@@ -35,6 +41,14 @@ def report(arguments: argparse.Namespace) -> int:
         number = plural(len(state.ranks), "rank")
         write_out(f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n")
     return 0
+
+
+def _documents(place: Place) -> Iterator[ShownDocument]:
+    """The first documents, or why they cannot be read: the output may be out of reach, and the page has more."""
+    try:
+        yield from islice(read_documents(place), _DOCUMENTS)
+    except (CkptError, OSError) as error:
+        yield ShownDocument("", "", place.said(f"cannot be shown: {error}"))
 
 
 def _write(path: Path, content: bytes) -> None:

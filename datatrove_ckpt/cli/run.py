@@ -10,8 +10,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from datatrove_ckpt.cli.printing import print_json, say
-from datatrove_ckpt.cli.yaml_config import build, make_executor, read_config
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.cli.short_form import make_executor, read_config
+from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -26,6 +28,19 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
+    if arguments.print_config:
+        say(FullConfig(content, defaults=False).text().rstrip())
+        return 0
+    if arguments.sample is not None:
+        from datatrove_ckpt.cli.show import sample
+
+        return sample(executor, arguments.sample)
+    if arguments.start_over and not arguments.dry_run:
+        from datatrove_ckpt.cli.start_over import start_over
+
+        start_over(executor, arguments)
+        content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
+        executor = build(content)
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
@@ -34,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.preflight.doctor import examine  # a file with a mistake needs none of it
+    from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
+    from datatrove_ckpt.preflight.doctor import examine
 
     with log_disabled("datatrove", "datatrove_ckpt"):
         checks = list(examine(executor, arguments.documents_per_second))
@@ -42,12 +58,15 @@ def doctor(arguments: argparse.Namespace) -> int:
     code = 1 if problems else 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
-        print_json(content)
+        say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)
         found = plural(problems, "problem") if problems else "no problem"
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        say("\n".join([*map(str, checks), total]))
+        states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
+        shown = [str(check) for state in states for check in checks if check.state == state]
+        given = [arguments.config, *arguments.overrides] if arguments.config else ()
+        say(with_config("\n".join([*shown, total]), given))
     return code
 
 
@@ -63,7 +82,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
     if arguments.json:
         content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
-        print_json(content)
+        say(as_json(content))
     else:
         say("\n\n".join("\n".join(describe(one)) for one in advice))
     return 0

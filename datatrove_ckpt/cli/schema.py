@@ -16,6 +16,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from datatrove_ckpt.cli.short_form import ANSWER, OURS, READERS, ShortJob
 from datatrove_ckpt.cli.yaml_config import (
     REQUIRED,
     SHORT_NAMES,
@@ -61,9 +62,9 @@ def make_schema() -> Schema:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A file for datatrove-ckpt run",
         "type": "object",
-        "properties": {"executor": definitions.node([PipelineExecutor])},
-        "required": ["executor"],
-        "additionalProperties": False,
+        "if": {"required": ["executor"]},
+        "then": {"properties": {"executor": definitions.node([PipelineExecutor])}, "additionalProperties": False},
+        "else": definitions.short(),
         "definitions": definitions.found,
     }
 
@@ -103,6 +104,17 @@ class _Definitions:
             "additionalProperties": False,
         }
         return node | ({"allOf": [self._choice(name) for name in known]} if known else {})
+
+    def short(self) -> Schema:
+        """The short form: its own settings, and by their names those of the classes that it is written out as."""
+        properties: Schema = {name: {} for name in ANSWER}
+        names = ("InferenceRunner", "InferenceConfig", "PromptRollout", *READERS)
+        found = [self._classes[name] for name in names if name in self._classes]
+        for cls in (*found, ShortJob):
+            key = self._arguments(cls)["$ref"].rpartition("/")[2]
+            properties |= {name: value for name, value in self.found[key]["properties"].items() if name not in OURS}
+        properties |= self.found[key]["properties"]
+        return {"properties": properties, "required": ["run_folder", "input"], "additionalProperties": False}
 
     def _choice(self, name: str) -> Schema:
         """With this class_path, init_args must be the class's."""

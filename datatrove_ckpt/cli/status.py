@@ -9,13 +9,16 @@ import argparse
 import datetime
 import os
 import re
+import shlex
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from datatrove_ckpt.checkpoint.foreign import RESHARD
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
@@ -23,7 +26,7 @@ from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.maintenance.where import Place, with_config
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -37,7 +40,10 @@ def status(arguments: argparse.Namespace) -> int:
     else:
         style = Style(takes_unicode())
         ranks = ["", *table([*state.ranks, *state.retries], state.read_at, style)] if arguments.all else []
-        write_out("\n".join([*describe(state, style), *ranks]) + "\n")
+        lines = describe(state, style)
+        if sys.stdout.isatty():
+            lines = wrapped(lines, shutil.get_terminal_size().columns)
+        write_out("\n".join([*lines, *ranks]) + "\n")
     return int(state.is_damaged)
 
 
@@ -55,6 +61,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 # Reading takes at most a third of the time, however long it takes: a run on the same disk must not notice it.
 _REST = 2.0
+_INDENT = re.compile(r"(?: +\w* +)?")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;]*m)")
 _BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
 
@@ -98,10 +105,8 @@ def _screen(state: RunState, problem: str) -> str:
 
 
 def _line(state: RunState, as_json: bool) -> str:
-    return dump(to_json(state), indent=False).decode() if as_json else _one_line(state)
-
-
-def _one_line(state: RunState) -> str:
+    if as_json:
+        return dump(to_json(state), indent=False).decode()
     totals = state.totals
     states = ", ".join(f"{count} {name}" for name, count in sorted(totals.states.items()))
     share = totals.position.share
@@ -122,15 +127,16 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
+    trouble = ["", *wrapped(describe_trouble(state, style), width)] if state.troubled or state.refusal else []
     room = height - len(lines) - len(foot) - 3
+    room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
     ranks = _ordered(state)
     shown = ranks if len(ranks) <= room else ranks[: max(0, room - 1)]
     lines += ["", *table(shown, state.read_at, style)] if room > 0 else []
     if len(shown) < len(ranks) and room > 0:
         lines.append(f"{'...':>6}  {len(ranks) - len(shown):,} more; --all without --watch prints them")
-    if (state.troubled or state.refusal) and (left := room - len(shown) - 1) > 1:  # the table has cut their reasons
-        lines += ["", *describe_trouble(state, style)][:left]
-    lines += [""] * max(0, height - len(lines) - len(foot))
+    lines += trouble[: max(0, height - len(lines) - len(foot))]
+    lines += [""] * (height - len(lines) - len(foot))
     return [cut(line, width) for line in [*lines[: max(0, height - len(foot))], *foot][:height]]
 
 
@@ -142,6 +148,13 @@ def _ordered(state: RunState) -> list[RankState]:
     troubled = state.troubled
     others = [rank for rank in every if rank.trouble is None]
     return [*troubled, *sorted(others, key=lambda rank: (rank.state != "running", rank.root, rank.rank))]
+
+
+def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    """The lines, long ones as several of at most ``width`` characters, if no word of theirs is longer."""
+    for line in (part for text in lines for part in text.split("\n")):
+        indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def cut(line: str, width: int) -> str:
@@ -189,20 +202,14 @@ class Style:
 
 
 PLAIN = Style()
-_COLORS = {
-    "damaged": "1;31",
-    "failed": "1;31",
-    "lost": "1;31",
-    "silent": "31",
-    "stuck": "31",
-    "looping": "31",
-    "restarting": "33",
-    "slow": "33",
-    "interrupted": "33",
-    "unfinished": "33",
-    "running": "32",
-    "finished": "2",
+_BY_COLOR = {
+    "1;31": "damaged failed lost",
+    "31": "silent stuck looping",
+    "33": "restarting slow interrupted unfinished",
+    "32": "running",
+    "2": "finished",
 }
+_COLORS = {state: color for color, states in _BY_COLOR.items() for state in states.split()}
 
 
 def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:
@@ -217,14 +224,27 @@ def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:
 
 def _what_next(state: RunState) -> Iterator[str]:
     """What goes on with a run of which nothing runs."""
+    failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
+    known = shlex.join(["datatrove-ckpt", "run", *state.given]) if state.given else ""
+    command = known or "the command that started it"
+    if state.is_dealt_anew:
+        command += f"{'' if known else ', with'} --executor.tasks={state.tasks}"
     if state.is_damaged or state.refusal:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif state.is_unstarted:
-        yield f"{state.what} is a fork that has not started. Start it with `datatrove-ckpt run`."
+        yield f"{state.what} is a fork that has not started. Start it: {known or 'datatrove-ckpt run CONFIG'}"
+    elif failed:
+        yield (
+            f"Nothing runs. First correct what ended rank{'s' * (len(failed) > 1)} {ranges(failed)}, or the same error "
+            f"comes again. To resume then: {command}"
+        )
+    elif state.missing and not state.gone and set(state.totals.states) == {"finished"}:
+        yield (
+            "Nothing runs at the moment. Of the ranks that have not started, those of a Slurm array wait in its queue, "
+            f"and those of another node start there. If nothing is to start them: {command}"
+        )
     elif not state.is_finished:
-        tasks = f", with --executor.tasks={state.tasks}" if state.is_dealt_anew else ""
-        again = f"Run the command that started it again{tasks}: it goes on from here."
-        yield f"Nothing runs, and the run is not finished. {again}"
+        yield f"Nothing runs, and the run is not finished. To resume: {command}"
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
@@ -235,8 +255,8 @@ def _full_disk(state: RunState) -> Iterator[str]:
         free = shutil.disk_usage(state.ranks[0].folder).free
         if free < _LEAST_FREE:
             yield (
-                f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks that ended there may have ended "
-                "for that, without a word. Make room, and run the same command again."
+                f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks may have ended for that reason, "
+                "and could not write it down. Make room, and run the same command again."
             )
 
 
@@ -254,7 +274,7 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     if totals.started is not None:
         yield _topic("rate", _rate(totals))
         yield _topic("tokens", _tokens(totals))
-        yield _topic("requests", _requests(totals, _ago(state)))
+        yield _topic("requests", _requests(state, totals))
         yield from _troubles_of_requests(totals, _ago(state))
         yield _topic("attempts", _attempts(totals))
     else:
@@ -273,9 +293,9 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         yield _topic("foreign", f"folders that do not belong to the run of {ranks}; they are not counted")
     if state.retries:
         retried = state.retried
-        yield _topic(
-            "retries", f"{retried.documents:,} dead letters retried, {retried.counts.written:,} of them written"
-        )
+        tries = "1 try" if retried.documents == 1 else f"{retried.documents:,} tries"
+        now = f"; {plural(running, 'rank')} at work" if (running := retried.states["running"]) else ""
+        yield _topic("retries", f"{tries} of dead letters, {retried.counts.written:,} of them written{now}")
 
 
 def _topic(label: str, text: str) -> str:
@@ -292,15 +312,15 @@ def _ranks(state: RunState) -> str:
 def age(state: RunState) -> str:
     """How old the data is."""
     if state.newest is None:
-        return "of unknown age"
+        return "last change not known"
     seconds = max(0.0, state.read_at - state.newest)
     old = "less than 1 s" if seconds < 1 else duration(seconds)
-    return f"newest word {old} old" + (", read from a copy" if state.is_copy else "")
+    return f"last change {old} ago" + (", as its mirror shows" if state.is_copy else "")
 
 
 def _ago(state: RunState) -> str:
     """How old the lines are that tell where the ranks stand, with a space before it; empty if they are new."""
-    seconds = 0.0 if state.totals.as_of is None else state.read_at - state.totals.as_of
+    seconds = state.read_at - (state.together.as_of or state.read_at)
     return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
 
 
@@ -317,12 +337,12 @@ def _share(state: RunState, style: Style) -> str:
         return f"  {bar} finished"
     about = "about " if totals.total_is_estimated else ""
     if totals.time_left is None:
-        left = "no time left to tell: nothing runs" if not totals.states["running"] else "no rate yet"
+        left = "time left not known yet" if totals.states["running"] else "nothing runs"
     else:
         end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
         left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
-        left += f", without {plural(totals.halted, 'rank')} at a halt" if totals.halted else ""
-    return f"  {bar} {about}{percent(share)} of the input{_ago(state)}, {left}"
+        left += f", not counting {plural(totals.halted, 'rank')} without progress" if totals.halted else ""
+    return f"  {bar} {about}{percent(share)} of the input{'' if totals.exact else _ago(state)}, {left}"
 
 
 def _uneven(state: RunState) -> str:
@@ -337,9 +357,10 @@ def _uneven(state: RunState) -> str:
     if longer < _UNEVEN or (times and max(times) < _SOON_SECONDS):
         return ""
     few = next(number for number in range(1, len(left) + 1) if sum(left[:number]) >= _MOST * sum(left))
-    return (
+    return with_config(
         f"{few} of {tasks} ranks hold {percent(sum(left[:few]) / sum(left))} of what is left; dealt out to all, it "
-        f"would take about 1/{longer:.0f} of the time: datatrove-ckpt reshard, see docs/recovery.md"
+        f"would take about 1/{longer:.0f} of the time. Stop the run, then: {RESHARD} {tasks}",
+        state.given,
     )
 
 
@@ -358,7 +379,9 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _rate(totals: Totals) -> str:
-    now = f"{figure(totals.rates.documents)} documents/s now; " if totals.states["running"] else ""
+    is_new = totals.as_of is None and not totals.rates.documents
+    now = "no rate yet; " if is_new else f"{figure(totals.rates.documents)} documents/s now; "
+    now *= totals.states["running"] > 0
     worked = duration(totals.working_seconds)
     if totals.documents and not totals.average.documents:
         return f"{now}no average yet, after {worked} at work"
@@ -376,14 +399,16 @@ def _sum_of_tokens(totals: Totals) -> str:
     return f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
 
 
-def _requests(totals: Totals, ago: str) -> str:
+def _requests(state: RunState, totals: Totals) -> str:
     work, done = totals.work, totals.done.requests
     sent = f"{'at least ' * totals.work_is_at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
     if totals.work_is_at_least and not work.sent + work.cached:
         sent = "not known how many were sent"
     text = f"{done:,} of documents that are done; {sent}"
-    if totals.states["running"]:
-        text += f"; {totals.in_flight:,} in flight, {totals.waiting:,} waiting{ago}"
+    told = [rank.as_of is not None for rank in (*state.ranks, *state.retries) if rank.state == "running"]
+    if any(told):  # the others are in their first ten seconds
+        least = "at least " * (not all(told))
+        text += f"; {least}{totals.in_flight:,} in flight, {totals.waiting:,} waiting{_ago(state)}"
     return text
 
 
@@ -392,11 +417,11 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
     wasted = {
         "sent again after an error": work.retries,
         "sent again after their server died": work.resent,
-        "in flight at the last lines of attempts that ended without a word": totals.lost_in_flight,
+        "in flight shortly before attempts were killed": totals.lost_in_flight,
     }
     said = [f"{count:,} {what}" for what, count in wasted.items() if count]
     if totals.attempts_without_a_word and not totals.lost_in_flight:
-        said.append("not known what was in flight when attempts ended without a word")
+        said.append("not known what was in flight when attempts were killed")
     if said:
         yield _topic("wasted", ", ".join(said))
     if work.restarts:
@@ -414,7 +439,7 @@ def _most(numbers: Mapping[str, int]) -> str:
 
 def _attempts(totals: Totals) -> str:
     silent = totals.attempts_without_a_word
-    return f"{totals.attempts:,}" + (f", {silent:,} of which ended without a word" if silent else "")
+    return f"{totals.attempts:,}" + (f", {silent:,} of them killed" if silent else "")
 
 
 def _dead(state: RunState) -> str:
@@ -444,7 +469,8 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
             alike.setdefault((rank.root, rank.reason), []).append(rank)
         groups = list(alike.values())
         for group in groups[:MAX_TROUBLED]:
-            yield f"  {_places(group)}: {style.paint(str(trouble), _COLORS[str(trouble)])}: {group[0].reason}"
+            reason = group[0].reason.replace("\n", "\n    ")
+            yield f"  {_places(group)}: {style.paint(str(trouble), _COLORS[str(trouble)])}: {reason}"
         if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
             yield f"  {trouble}, too: {_plural(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
 
@@ -466,7 +492,7 @@ def table(ranks: Sequence[RankState], now: float, style: Style = PLAIN) -> Itera
     """A header, and a line for each rank."""
     yield (
         f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  {'per second':>10}  "
-        f"{'left':>8}  {'word':>8}  notes"
+        f"{'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
         yield _row(rank, now, style)

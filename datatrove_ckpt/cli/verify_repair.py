@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import sys
 from dataclasses import asdict
 from functools import partial
-
-import orjson
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import announce, say
+from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, config_differences, output_folder_of, restored, upload
+from datatrove_ckpt.maintenance.where import Place, begun_in, config_differences, open_place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.preflight.run_plan import RunPlan
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -33,12 +36,11 @@ from datatrove_ckpt.process.task_errors import log_disabled
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
     with place_of(arguments) as place:
-        report = _report(arguments, place)
+        report = _report(place, arguments.output, arguments.full)
         _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
-        options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS  # documents in journals, by chunk
-        text = orjson.dumps(_as_json(report, arguments.full, code), option=options).decode()
+        text = as_json(_as_json(report, arguments.full, code))
     else:
         text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
     say(place.said(text))
@@ -46,17 +48,16 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def _report(arguments: argparse.Namespace, place: Place) -> Report:
-    planned = output_folder_of(place.config)
-    return checks.verify(place.folder, arguments.output, arguments.full, place.given, planned)
+def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
+    return checks.verify(place.folder, output, full, place.given, planned or place.output)
 
 
 def _check_config(report: Report, place: Place) -> None:
     """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
     if differing := config_differences(place, [rank.run for rank in report.ranks if rank.run and not rank.root]):
         message = (
-            f"{place.given} is not the configuration of this run: {'; '.join(differing)}. What is said here is about "
-            f"the run in {place.what}, with its own settings."
+            f"{place.given[0]} is not the configuration of this run: {'; '.join(differing)}. What is said here is "
+            f"about the run in {place.what}, with its own settings."
         )
         report.add_problem("config", message)
 
@@ -132,17 +133,39 @@ def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with place_of(arguments, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
         logging_dir = arguments.logging_dir or place.logging_dir
-        report = _report(arguments, place)
+        report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
         _check_config(report, place)
         plan = make_plan(report, logging_dir)
-        lines = [*(f"not repaired: {text}" for text in plan.left), *plan.describe(logging_dir)]
+        lines = list(plan.describe(logging_dir))
         is_needed = plan.ranks or plan.markers
         if not is_needed:
             lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
         do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
         announce(map(place.said, lines), do, arguments.dry_run)
     return 1 if plan.left else 0
+
+
+def repair_before_run(run: RunPlan) -> bool:
+    """Prints what ``repair`` does to the checkpoints of a job, asks on a terminal, and does it. Nothing to do: silent.
+
+    Returns False if the user says no.
+    """
+    logging_dir = str(run.logging_dir.resolve_paths(""))
+    for step, root in run.kept:
+        if (what := begun_in(root, step.checkpoints_remote_dir)) is None:
+            continue
+        with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
+            report = _report(place, planned=str(step.output_writer.output_folder.resolve_paths("")))
+            plan = make_plan(report, logging_dir)
+            if not (plan.ranks or plan.markers):
+                continue
+            check_output_folder(report)
+            announce(map(place.said, plan.describe(logging_dir)), None)
+            if sys.stdin.isatty() and input("Repair this, and run? [y/N] ").strip().lower() not in ("y", "yes"):
+                return False
+            _repair(plan, report, logging_dir, named, place)
+    return True
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:

@@ -15,6 +15,7 @@ def place_of(
     """The place that ``arguments.what`` names, with the overrides if it is a YAML file. See ``open_place``."""
     if not is_config(arguments.what):
         return open_place(arguments.what, wanted=wanted, trusted=trusted)
-    from datatrove_ckpt.cli.yaml_config import read_config  # slow to import
+    from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
-    return open_place(arguments.what, read_config(arguments.what, arguments.overrides), wanted, trusted)
+    overrides = arguments.overrides
+    return open_place(arguments.what, read_config(arguments.what, overrides), wanted, trusted, overrides)

@@ -25,7 +25,6 @@ import inspect
 import json
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -57,6 +56,7 @@ MASK = "*** hidden ***"
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
+_MOST_LISTED = 20
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
@@ -77,9 +77,13 @@ def load(path: str | Path) -> dict[str, Any]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.") from None
-    if not isinstance(content, dict) or "executor" not in content:
-        raise ConfigError(f'{path}: must have the key "executor" at the top, with class_path and init_args.')
-    _refuse_unknown(content, ["executor"], str(path))
+    if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
+        raise ConfigError(
+            f'{path}: must have the key "executor" at the top, with class_path and init_args; or those of the short '
+            "form: run_folder, input, prompt and model."
+        )
+    if "executor" in content:
+        refuse_unknown(content, ["executor"], str(path))
     return content
 
 
@@ -124,27 +128,31 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    _refuse_unknown(node, ["class_path", "init_args"], place)
+    refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
     label = f"{place} {found.__name__}" if place == "executor" or place.endswith("]") else place
-    return _construct(found, node.get("init_args"), label)
+    return construct(found, node.get("init_args"), label)
 
 
-def _construct(cls: Any, arguments: Any, label: str) -> Any:
+def construct(cls: Any, arguments: Any, label: str, outer: dict[str, str] | None = None) -> Any:
+    """``outer``: where the keys around its own belong, if it is an argument that is a mapping."""
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        _refuse_unknown(arguments or {}, list(parameters), label)
+        refuse_unknown(arguments or {}, list(parameters), label, outer or _inner(parameters))
     if "api_key_env" in parameters and (arguments or {}).get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {k: _value(parameters.get(k, ANYTHING).hint, v, label, k) for k, v in (arguments or {}).items()}
+    values = {
+        key: _value(parameters.get(key, ANYTHING).hint, value, label, key, dict.fromkeys(parameters, f"beside {key}"))
+        for key, value in (arguments or {}).items()
+    }
     missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if missing:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
@@ -179,22 +187,24 @@ def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> st
     return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
 
 
-def _value(hint: Any, value: Any, label: str, key: str) -> Any:
+def _value(hint: Any, value: Any, label: str, key: str, outer: dict[str, str] | None = None) -> Any:
     """A value as its annotation requires it: built, imported, or checked by jsonargparse."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
-        return _construct(plain[0], value, _inside(label, key))
+        return construct(plain[0], value, _inside(label, key), outer)
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
     if isinstance(value, list) and (element := item_hint(kinds)) is not None:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
     if Any in kinds or (isinstance(value, str) and str in kinds):  # jsonargparse would read "null" as None
         return value
-    if isinstance(value, str) and any(map(is_callable, kinds)):
-        return _function(value, label, key)
+    if isinstance(value, dict) and is_open(kinds):  # and "no" in it as False
+        return value
+    if any(map(is_callable, kinds)) and (isinstance(value, str) or callable(value)):
+        return _function(value, label, key) if isinstance(value, str) else value
     with contextlib.suppress(jsonargparse.ArgumentError):
         return checked(hint, value)
     shown = HIDDEN if may_name_secret(key) else show(value)
@@ -260,10 +270,26 @@ def _inside(label: str, key: str) -> str:
     return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
 
 
-def _refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
+def _inner(parameters: dict[str, Parameter]) -> dict[str, str]:
+    """Where the keys of arguments belong that are mappings themselves, such as ``config``."""
+    mappings = [(key, kind) for key, one in parameters.items() for kind in alternatives(one.hint)]
+    return {
+        name: f"in {key}" for key, kind in mappings if dataclasses.is_dataclass(kind) for name in parameters_of(kind)[0]
+    }
+
+
+def refuse_unknown(
+    mapping: dict[str, Any], known: list[str], place: str, elsewhere: dict[str, str] | None = None
+) -> None:
+    """Refuses keys that are not known. ``elsewhere``: where other keys belong."""
     for key in mapping:
         if key not in known:
-            hint = _did_you_mean(key, known) or f"; allowed are {', '.join(known) or 'none'}."
+            others = elsewhere or {}
+            hint = f"; it belongs {others[key]}." if key in others else ""
+            hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
+            if not hint and len(known) > _MOST_LISTED:
+                hint = "; `datatrove-ckpt schema` prints all keys."
+            hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 
@@ -284,31 +310,11 @@ def show(value: Any) -> str:
 # {text}`` is no mapping on a command line, and ``# {text}`` no comment.
 
 
-def read_config(path: str, overrides: list[str]) -> dict[str, Any]:
-    """The file's content with the overrides applied. Each override is a ``path=value``.
-
-    Raises:
-        ConfigError: see ``load``; or the path of an override does not fit the file.
-    """
-    content = load(path)
-    for override in overrides:
-        _override(content, override)
-    return content
-
-
-def make_executor(path: str, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe. Runs nothing.
-
-    Raises:
-        ConfigError: the first mistake in it.
-    """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    return build(read_config(path, overrides))
-
-
 def read_argument(text: str, kinds: list[Any]) -> Any:
     """A value of the command line, for an argument that takes these kinds."""
     value = read_value(text)
+    if value is None and not re.fullmatch(r"\s*(null|Null|NULL|~)?\s*", text):
+        value = text  # "###" is no comment here
     if str not in kinds:
         in_one_line = isinstance(value, dict | list) and "\n" not in text
         return text if Any in kinds and in_one_line and not _is_bracketed(text) else value
@@ -324,16 +330,23 @@ def _is_bracketed(text: str) -> bool:
     return text.lstrip().startswith(("{", "["))
 
 
-def _override(content: dict[str, Any], override: str) -> None:
+def set_at_path(content: dict[str, Any], override: str, short: type | None = None) -> None:
+    """Applies ``path=value``. ``short``: of the short form, whose settings this class has."""
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
+    if short is not None:
+        keys = [key.replace("-", "_") for key in keys]
+    elif keys[0] != "executor":
+        keys = ["executor", *keys]
+    if short is not None and not text:
+        raise ConfigError(f"--{path}: its value is empty. Leave it out, or write null for no value.")
     if "api_key" in keys:
         raise ConfigError(
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
     node: Any = content
-    kinds: list[Any] = []
-    *outer, last = keys if keys[0] == "executor" else ["executor", *keys]
+    kinds: list[Any] = [] if short is None else [short]
+    *outer, last = keys
     for key in outer:
         kinds = _kinds_inside(node, kinds, key)
         node = _child(node, key, path, {})
@@ -438,6 +451,11 @@ def item_hint(kinds: list[Any]) -> Any:
     """What the items of a list may be, if exactly one of the kinds is a list; else None."""
     lists = [kind for kind in kinds if origin(kind) is list]
     return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+
+
+def is_open(kinds: list[Any]) -> bool:
+    """Whether one of them is a mapping to anything."""
+    return any(origin(kind) is dict and typing.get_args(kind)[1:] in ((), (Any,)) for kind in kinds)
 
 
 def is_class(kind: Any) -> bool:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
@@ -35,65 +36,53 @@ class InferenceConfig:
     The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the others are ours.
 
     Attributes:
-        server_type: "llamacpp" (embedded, for a laptop), "vllm", "sglang", "endpoint" (servers that run already),
-            "dummy" (canned answers, for debugging), "custom" (your own script, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model. For llamacpp: path of a GGUF file (``~`` and ``$NAME`` are
-            expanded where the task runs), or ``package://NAME/FILE`` for a file inside an installed Python package.
-        model_max_context: maximum context length, prompt and answer together, in tokens.
+        server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned answers) or "custom" (your
+            own script, ``model_kwargs["server_script"]``).
+        model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path, ``package://NAME/FILE`` of an
+            installed package, ``hf://ORG/NAME`` (one is chosen) or ``hf://ORG/NAME/FILE``.
+        model_max_context: prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
-        endpoint_url: for "endpoint": base URL, or a list of them. Without a path it gets /v1; with one it is taken as
-            given. ``${NAME}`` stands for an environment variable of the task, for the whole URL or a part; a secret in
-            the URL's query must be written that way.
-        api_key: key for the endpoint. Kept in the environment of this process only; prefer ``api_key_env``.
-        metric_interval: seconds between two log lines about progress. The first one comes after 10 seconds.
-        tp: GPUs that share each layer (tensor parallelism). One server needs tp * dp * pp GPUs.
-        dp: copies of the model in one server (data parallelism).
-        pp: stages that the model's layers are divided into (pipeline parallelism).
-        default_generation_params: payload keys that a rollout's own payload overrides.
-        rollouts_per_document: rollouts of each document: how often the rollout function runs on it.
-        max_concurrent_generations: requests in flight at once, per task. "auto" (vllm, sglang, llamacpp): as many as
-            keep a short queue in each server, according to its metrics.
-        max_concurrent_documents: documents in work at once, per task. None: max_concurrent_generations //
-            rollouts_per_document, at least 1; with "auto", as many as keep the requests in flight.
-        request_timeout: seconds one attempt of a request may take. None: 3600, because no request may wait without a
-            limit.
-        model_kwargs: further command-line flags of the server, ``{"enforce-eager": True, "seed": 1}``.
-        server_log_folder: folder for the servers' logs (``~`` and ``$NAME`` as in the model's path). None: a
-            temporary file, deleted when its server stops. Errors of a server show the end of its log.
-        master_port: port of the head node when several nodes serve one model. The connection between the nodes'
-            runners uses the next one, master_port + 1.
-        server_start_timeout_sec: datatrove's; without effect here, because creating a process never waits.
-        server_ready_max_attempts: attempts to reach a starting server. Multiplied by ``server_ready_delay_sec``, this
-            is the longest time from the process's start until the server is ready, model loading included.
+        endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is a variable of the
+            task's environment; a secret in the query must be written so.
+        api_key: key for the endpoint; prefer ``api_key_env``.
+        metric_interval: seconds between two log lines about progress.
+        tp: GPUs that share each layer. One server needs tp * dp * pp GPUs.
+        dp: copies of the model in one server.
+        pp: stages that the model's layers are divided into.
+        default_generation_params: payload keys that a rollout's own override.
+        rollouts_per_document: rollouts of each document.
+        max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp): as many as keep a
+            short queue in each server.
+        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document.
+        request_timeout: seconds for one attempt of a request. None: 3600.
+        model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
+        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops.
+        master_port: port of the head node when several nodes serve one model. The next one is used, too.
+        server_start_timeout_sec: datatrove's; without effect here.
+        server_ready_max_attempts: attempts to reach a starting server; times ``server_ready_delay_sec``, the longest
+            start, model loading included.
         server_ready_delay_sec: longest pause between two such attempts.
         server_start_max_retries: attempts to start the server again after the first start failed.
-        api_key_env: name of the environment variable that holds the endpoint's key.
-        trust_remote_code: let vLLM and SGLang run code that comes with the model. Off by default: it is third-party
-            code.
+        api_key_env: the environment variable with the endpoint's key.
+        trust_remote_code: let vLLM and SGLang run code that comes with the model.
         request_max_attempts: attempts of a request that fails while others are answered (408, 409, 425, 429, 5xx,
             resets, timeouts, incomplete answers), before it stops the rank; at least ``server_patience_seconds`` pass,
             too.
-        server_patience_seconds: how long the run waits while no request is answered (unreachable, 5xx, 429), and at the
-            start for an endpoint. Then the rank stops. Such a failure never makes a dead letter.
-        server_stop_timeout_sec: time from the stop request until a server that has not ended is killed; at most 4
-            seconds if its runner was killed itself.
-        replicas: servers to launch on this node, each on its own tp * dp * pp GPUs (llamacpp: with its
-            share of the cores as threads). ``max_concurrent_generations`` counts the requests of all of them together.
-        server_max_restarts: restarts allowed for one server within ``server_restart_window_sec``. A death that proves
-            a request poisonous does not count. The run ends when every server has used up its restarts.
-        server_restart_window_sec: length of the window in which ``server_max_restarts`` are counted.
-        hang_timeout: seconds after which a server is killed and restarted if it has requests, has answered none of
-            them, and its metrics show no new token.
-        server_python: the Python interpreter that starts vLLM, SGLang or a custom script, if the engine has a virtual
-            environment of its own. None: the interpreter that runs this package.
-        reuse_servers: the next task that a process works on takes over the servers of the one before, if that one
-            succeeded and both need the same servers. False: each task starts its own.
-        seed: gives each request a ``seed`` of its own, from this number, the document, the rollout and the payload: a
-            request that is sent again samples the same, on engines that honour seeds. A payload's own ``seed`` is left
-            as it is. None: no seeds. (``model_kwargs["seed"]`` is the engine's own, for the order of all its requests.)
-        accept_null_finish_reason: for an endpoint or a custom script that never gives a ``finish_reason``: its answers
-            count as complete. False: an answer without one may be cut off, and is retried. With True, an answer that
-            has one stops the rank.
+        server_patience_seconds: how long the run waits while no request is answered (unreachable, 5xx, 429). Then the
+            rank stops; no document is blamed.
+        server_stop_timeout_sec: time until a server that was asked to stop is killed.
+        replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the cores). They share
+            ``max_concurrent_generations``.
+        server_max_restarts: restarts of one server within ``server_restart_window_sec``. The run ends when every server
+            has used them up.
+        server_restart_window_sec: the window for ``server_max_restarts``.
+        hang_timeout: seconds without an answer or a new token after which a server that has requests is restarted.
+        server_python: Python interpreter of the engine's own virtual environment. None: that of this package.
+        reuse_servers: the next task of a process takes over its servers if they fit. False: each task starts its own.
+        seed: gives each request a ``seed`` of its own, derived from this number, so that it samples the same when it is
+            sent again. A payload's own ``seed`` stays.
+        accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
+            one that has it stops the rank. False: an answer without one is retried.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -166,7 +155,16 @@ class InferenceConfig:
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         if isinstance(self.max_concurrent_generations, str):
-            self._check_auto(self.max_concurrent_generations)
+            if self.max_concurrent_generations != "auto":
+                raise ConfigError(
+                    f'max_concurrent_generations: {self.max_concurrent_generations!r} is not a number or "auto".'
+                )
+            if self.engine.metrics is None:
+                with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
+                raise ConfigError(
+                    f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
+                    f"({with_metrics}). For server_type {self.server_type!r}, set a number."
+                )
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = ", ".join(engine.name for engine in ENGINES.values() if engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
@@ -176,16 +174,6 @@ class InferenceConfig:
             unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
-            )
-
-    def _check_auto(self, setting: str) -> None:
-        if setting != "auto":
-            raise ConfigError(f'max_concurrent_generations: {setting!r} is not a number or "auto".')
-        if self.engine.metrics is None:
-            with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
-            raise ConfigError(
-                f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
-                f"({with_metrics}). For server_type {self.server_type!r}, set a number."
             )
 
     def _check_numbers(self) -> None:
@@ -589,6 +577,19 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
     return os.cpu_count() or 1
+
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_GPU_DEVICE = re.compile(r"nvidia\d+")
+_DEV = Path("/dev")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    listed = os.environ.get(VISIBLE_GPUS)
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:

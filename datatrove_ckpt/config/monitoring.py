@@ -16,6 +16,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import holds_credentials
 
+_TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}  # of which job it is
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 
 
@@ -24,27 +25,23 @@ class MonitoringConfig:
     """What a run tells other systems while it works. All of it is off by default, and none of it can stop the run.
 
     Attributes:
-        run_name: the job's name in all of them. None: the name of the folder with the checkpoints (of the folder above
-            it, if it is called checkpoints), or else of the output folder.
-        metrics_port: port of ``/metrics`` for Prometheus. Each process has its own: the first free one from this port
-            on. Needs the extra ``metrics``.
-        metrics_host: the address that the port belongs to. "0.0.0.0" lets other machines read the numbers: there is no
-            password.
-        metrics_targets: a file for Prometheus' file discovery, ending in ``.json``, in a folder that Prometheus can
-            read. Each rank has a file of its own, named as that of ``metrics_file``, with its address while it works.
-        metrics_file: a file for the textfile collector of Prometheus' node_exporter, ending in ``.prom``. Each rank
-            has a file of its own: ``${rank}`` in the name stands for its number; without it the number is put before
-            ``.prom``. ``~`` and ``$NAME`` are expanded where the task runs. Needs the extra ``metrics``.
+        run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it is called
+            checkpoints, ck or the like), or else of the output folder.
+        metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs the extra
+            ``metrics``.
+        metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
+        metrics_targets: a file for Prometheus' file discovery, ending in ``.json``; one per rank, named as that of
+            ``metrics_file``.
+        metrics_file: a file for node_exporter's textfile collector, ending in ``.prom``; one per rank, whose number
+            takes the place of ``${rank}``, or stands before ``.prom``. Needs the extra ``metrics``.
         metrics_file_seconds: time between two versions of that file.
-        mlflow_uri: where MLflow keeps runs: URL of a tracking server, "databricks", a folder, or a database
-            ("sqlite:///...", with all of MLflow installed). The whole job, with all its ranks and attempts, is one run
-            there. Credentials come from the environment, as MLflow's own. Needs checkpoints, and the extra ``mlflow``.
+        mlflow_uri: URL of MLflow's server, "databricks", a folder or a database. Needs checkpoints, and the extra
+            ``mlflow``.
         mlflow_experiment: name of the experiment, which is made if there is none.
-        wandb_project: "project" or "team/project" at Weights & Biases. The whole job is one run there. The key comes
-            from WANDB_API_KEY or its login. Needs checkpoints, and the extra ``wandb``.
+        wandb_project: "project" or "team/project" at Weights & Biases. Needs checkpoints, and the extra ``wandb``.
         tracking_seconds: time between two sendings to MLflow and Weights & Biases.
-        tracking_per_node: put the node's name before each metric there. For nodes with checkpoints on disks of their
-            own: the process that sends sees the ranks of its node only.
+        tracking_per_node: put the node's name before each metric there, for nodes with checkpoints on disks of their
+            own.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -106,9 +103,8 @@ class MonitoringConfig:
         if self.run_name is not None:
             return self.run_name
         parts = [part for part in (output if checkpoints is None else str(checkpoints)).split("/") if part]
-        if len(parts) > 1 and parts[-1] in ("checkpoint", "checkpoints"):
-            del parts[-1]
-        return parts[-1] if parts else "run"
+        telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
+        return (telling or parts or ["run"])[-1]
 
     def tracked_job(self, checkpoints: Path, run: Mapping[str, object], settings: Mapping[str, object]) -> TrackedJob:
         """What a tracker is told.

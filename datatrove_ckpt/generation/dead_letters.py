@@ -157,15 +157,8 @@ class DeadLetterPass:
     def __init__(self, root: Path, number: int, rank: int) -> None:
         self.root = retry_folder(root, number)
         self.prefix = f"retry{number}_"
-        self._rank = rank
-
-    @property
-    def _folder(self) -> Path:
-        return rank_folder(self.root, self._rank)
-
-    @property
-    def _input(self) -> Path:
-        return self._folder / RETRY_INPUT
+        self._folder = rank_folder(self.root, rank)
+        self._input = self._folder / RETRY_INPUT
 
     @classmethod
     def next(cls, root: Path, rank: int) -> DeadLetterPass | None:

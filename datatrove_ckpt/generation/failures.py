@@ -49,7 +49,7 @@ class Failures:
         limit: most dead letters before the rank stops; None: no limit.
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
-        taken: letters that retries have taken; None: there are no retries.
+        taken: letters that retries have taken: their documents are not processed here; None: there are no retries.
         if_corrected: what a user must know who corrects the rollout, as a sentence; "" if nothing.
     """
 
@@ -65,16 +65,6 @@ class Failures:
     def keep_as_read(self) -> bool:
         """Dead letters are likely, so keep the bytes of each document in work as it was read."""
         return self.on_document_error == "dead_letter" or self.skip_bad_requests
-
-    def taken_letter(self, source: SourceDocument, slot: ChunkSlot) -> bytes | None:
-        """The letter of a document that belongs to a retry, which is not to be processed here; None: process it.
-
-        Raises:
-            CheckpointMismatch: the retry has another document of this number.
-        """
-        if self.taken is None:
-            return None
-        return self.taken.get(source.document, source.id, slot.ordinal)
 
     def letter_or_raise(
         self,
@@ -98,7 +88,7 @@ class Failures:
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
         document, name = source.document, _named(source.id, slot)
-        cause = f"{cause_of(error).removesuffix('.')}{raised_at(error)}"
+        cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
             _stop(name, cause, error, document, self.if_corrected)
         self.dead += 1

@@ -49,55 +49,44 @@ class RankNumbers:
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
     def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
-        """Sets the numbers of a step. ``checkpoint``: the one that was open, closed."""
+        """Sets the numbers of a step: those of the committed documents, and the time until the last commit.
+
+        ``checkpoint``: the one that was open, closed.
+        """
         if checkpoint is not None:
             self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
+        counts, work, seconds = self.counts, self.work, self.seconds
         record = ShardRecord.read(self._shard) if self._shard is not None else None
-        fill_stats(
-            stats, self.counts, self.work, self.seconds, record.skipped if record is not None else SkippedLines()
-        )
-
-
-def fill_stats(
-    stats: Stats,
-    counts: DocumentCounts,
-    work: WorkStats,
-    seconds: Seconds,
-    skipped: SkippedLines = SkippedLines(),  # noqa: B008  # immutable
-) -> None:
-    """Sets the numbers of a step: those of the committed documents, and the time until the last commit.
-
-    Args:
-        skipped: what was no document in the input.
-    """
-    found = {
-        "prompt_tokens": metric(work.prompt_tokens, "request"),
-        "completion_tokens": metric(work.completion_tokens, "request"),
-        "successful_requests": _ones(work.prompt_tokens.n, "request"),
-        "failed_requests": _ones(work.failed_requests, "request"),
-        "requests": metric(work.requests, "rollout"),
-        "successful_rollouts": metric(work.successful_rollouts, "document"),
-        "failed_rollouts": metric(work.failed_rollouts, "document"),
-        "documents_processed": _ones(counts.read - counts.dead, "document"),
-        "skipped_bad_requests": _ones(counts.dead, "document"),
-        "skipped_damaged_lines": _ones(skipped.damaged, "line"),
-        "skipped_rows_without_text": _ones(skipped.without_text, "row"),
-        "files_without_documents": _ones(skipped.files, "file"),
-        "inference_time": timing(seconds.inference, "seconds"),
-    }
-    stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
-    if seconds.total:
-        stats.time_stats = timing(seconds.total, "total")
-    if work.unsplit:
-        logger.warning(
-            f"{plural(work.unsplit, 'document')} of {counts.read} were finished by datatrove's own runner, or by an "
-            "earlier release. Of these, the stats have the totals of requests and tokens only: all their requests "
-            "count as answered, and min, max, variance, rollouts and failed requests are those of the other documents."
-        )
+        skipped = record.skipped if record is not None else SkippedLines()
+        found = {
+            "prompt_tokens": metric(work.prompt_tokens, "request"),
+            "completion_tokens": metric(work.completion_tokens, "request"),
+            "successful_requests": _ones(work.prompt_tokens.n, "request"),
+            "failed_requests": _ones(work.failed_requests, "request"),
+            "requests": metric(work.requests, "rollout"),
+            "successful_rollouts": metric(work.successful_rollouts, "document"),
+            "failed_rollouts": metric(work.failed_rollouts, "document"),
+            "documents_processed": _ones(counts.read - counts.dead, "document"),
+            "skipped_bad_requests": _ones(counts.dead, "document"),
+            "skipped_damaged_lines": _ones(skipped.damaged, "line"),
+            "skipped_rows_without_text": _ones(skipped.without_text, "row"),
+            "files_without_documents": _ones(skipped.files, "file"),
+            "inference_time": timing(seconds.inference, "seconds"),
+        }
+        stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
+        if seconds.total:
+            stats.time_stats = timing(seconds.total, "total")
+        if work.unsplit:
+            logger.warning(
+                f"{plural(work.unsplit, 'document')} of {counts.read} were finished by datatrove's own runner, or by "
+                "an earlier release. Of these, the stats have the totals of requests and tokens only: all their "
+                "requests count as answered, and min, max, variance, rollouts and failed requests are those of the "
+                "other documents."
+            )
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:
-    """The documents in statistics that ``fill_stats`` has made."""
+    """The documents in statistics that ``RankNumbers.fill`` has made."""
     found = [each.stats.get(name) for each in stats for name in ("documents_processed", "skipped_bad_requests")]
     return sum(int(metric.total) for metric in found if metric is not None)
 

@@ -6,7 +6,7 @@ Everything here runs on the event loop of ``scheduler.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVarTuple
 
 import orjson
@@ -188,15 +188,15 @@ class Requests:
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             raise _failed(error, payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            rank.observer.request_failed()
+            rank.observer.own.failed += 1
             # The rank stops, whatever the rollout does with the error that it sees.
             rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
@@ -230,7 +230,7 @@ class Requests:
 
 
 def summarize(
-    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int
+    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int = 0
 ) -> Finished:
     """A finished document with what it took. ``kept``: number of rollouts with a result."""
     # One that was cancelled with its rollout counts for nothing: it may never have been sent.
@@ -332,31 +332,20 @@ _GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Counts the documents in work, and how many of them wait for an answer.
+    """Counts how many of the documents in work wait for an answer."""
 
-    Attributes:
-        documents: documents in work.
-    """
-
-    def __init__(self) -> None:
-        self.documents = 0
+    def __init__(self, documents: Sized) -> None:
+        self._documents = documents
         self._active = False
         self._waiting = 0
         self._client: CompletionClient | None = None
         self._over = asyncio.Event()
         self._grace_started = False
 
-    def document_started(self) -> None:
-        self.documents += 1
-
-    def document_finished(self) -> None:
-        self.documents -= 1
-        self._schedule_check()
-
     def request_started(self) -> None:
         """A document has started to wait for answers, for one or for several at once."""
         self._waiting += 1
-        self._schedule_check()
+        self.check_soon()
 
     def request_finished(self) -> None:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
@@ -366,11 +355,12 @@ class Drain:
         """Returns when no more document can finish, now that a stop is requested. None: no server is ready."""
         self._active, self._client = True, client
         if client is not None:
-            client.router.on_release = self._schedule_check
-        self._schedule_check()
+            client.router.on_release = self.check_soon
+        self.check_soon()
         await self._over.wait()
 
-    def _schedule_check(self) -> None:
+    def check_soon(self) -> None:
+        """A document has ended, or waits, or a request is no longer in flight."""
         if self._active:
             # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
             asyncio.get_running_loop().call_soon(self._check)
@@ -379,7 +369,7 @@ class Drain:
         in_flight = self._client.router.in_flight if self._client is not None else 0
         if in_flight:
             return
-        if self._waiting == self.documents:
+        if self._waiting == len(self._documents):
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

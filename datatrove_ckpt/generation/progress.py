@@ -38,7 +38,7 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.process.screen import WAITING, RankProgress, Report, RunProgress, Screen, reporter
+from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
 from datatrove_ckpt.redaction import redact
@@ -47,7 +47,6 @@ MINUTE_SECONDS = 60.0
 _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
 _SPREAD_EVERY = 10
 _RECENT = 4096
-_MAX_MESSAGE = 300
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
@@ -63,7 +62,8 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did.
+        client: of the servers; None until they are ready.
+        own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
         skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
@@ -78,7 +78,7 @@ class RankReporter:
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self._client: CompletionClient | None = None
+        self.client: CompletionClient | None = None
         self._source: DocumentSource | None = None
         self._answered_at = time.monotonic()
         self._spread = Buckets(), Buckets(), Buckets()
@@ -90,14 +90,9 @@ class RankReporter:
 
     def serving(self, client: CompletionClient) -> None:
         """Requests go through this client from now on."""
-        self._client = client
+        self.client = client
         self._checkpoint.clock.serving()
         self._answered_at = time.monotonic()
-
-    @property
-    def is_serving(self) -> bool:
-        """The servers are ready, or were once."""
-        return self._client is not None
 
     def answered(self, completion: Completion) -> None:
         """A server gave an answer."""
@@ -132,17 +127,6 @@ class RankReporter:
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
-    def request_failed(self) -> None:
-        self.own.failed += 1
-
-    def finished(self) -> None:
-        self.own.documents += 1
-
-    @property
-    def documents(self) -> int:
-        """Finished in this attempt."""
-        return self.own.documents
-
     @property
     def sent(self) -> int:
         """Requests that the server got and that ended: with an answer, a rejection or a failure."""
@@ -169,8 +153,8 @@ class RankReporter:
         position = self.position()
         return RankProgress(
             self._attempt,
-            self._before + self.documents,
-            self.documents,
+            self._before + self.own.documents,
+            self.own.documents,
             self.sent,
             self.own.completion_tokens,
             position.done,
@@ -182,10 +166,10 @@ class RankReporter:
     def _state(self) -> str:
         if self._shutdown.is_requested:
             return "stopping"
-        if self._client is None:
-            return WAITING
+        if self.client is None:
+            return READING if self._source is not None and not self._source.handed_over else WAITING
         silent = time.monotonic() - self._answered_at
-        if self._client.stats.in_flight and silent >= _SILENCE_SECONDS:
+        if self.client.stats.in_flight and silent >= _SILENCE_SECONDS:
             return f"no answer for {duration(silent)}"
         return ""
 
@@ -213,7 +197,7 @@ class RankReporter:
         """Where the attempt stands. The checkpoint fills in the rest."""
         own = replace(self.own, errors=dict(self.own.errors))
         in_flight = waiting = 0
-        if (client := self._client) is not None:
+        if (client := self.client) is not None:
             stats, router = client.stats, client.router
             own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
             own.errors = {**stats.errors}
@@ -257,13 +241,12 @@ async def _screen(interval: float) -> AsyncIterator[Report]:
 
 
 def _described(error: BaseException | None) -> str:
-    """One line. The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
+    """The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
     if error is None:
         return ""
     if not isinstance(error, CkptError):
         return type(error).__name__
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text}"[:_MAX_MESSAGE]
+    return redact(f"{type(error).__name__}: {error}")
 
 
 # input progress -------------------------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ class raised_for_scripts:
     ) -> None:
         if not isinstance(error, errors.CkptError):
             return
-        cut_own_frames(error)
-        for cause in errors.causes(error):  # what a script does not catch, Python prints
+        for cause in causes(error):  # what a script does not catch, Python prints
+            cause.__traceback__ = None if cause is error else _after_ours(cause.__traceback__)
             cause.args = tuple(printable(redact(part)) if isinstance(part, str) else part for part in cause.args)
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
@@ -140,12 +140,6 @@ def called_at() -> str:
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
             return "" if frame.f_code.co_filename.startswith(_INSTALLED) else _place(frame.f_code, line)
     return ""
-
-
-def cut_own_frames(error: BaseException) -> None:
-    """Removes our own frames from the tracebacks of an error of ours and of its causes. The user's frames stay."""
-    for cause in causes(error):
-        cause.__traceback__ = None if cause is error else _after_ours(cause.__traceback__)
 
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:

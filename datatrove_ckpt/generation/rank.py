@@ -186,12 +186,12 @@ class _Run:
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
     ) -> None:
-        step, preemption, point = self.step, self.preemption, checkpoint.resumed
+        step, preemption, dead = self.step, self.preemption, checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
         taken = TakenLetters(step.checkpoints_root, rank) if kept else None
         corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
         failures = Failures(
-            step.on_document_error, step.skip_bad_requests, point.dead, step.max_dead_letters, kept, taken, corrected
+            step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters, kept, taken, corrected
         )
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
@@ -305,10 +305,11 @@ class RankMessages:
         else:
             given_up = f"{plural(shutdown.given_up, 'request')} in flight {'was' if shutdown.given_up == 1 else 'were'}"
             saved = (
-                f", saved: {plural(self.progress.documents, 'document')} of this run and every answer. "
+                f", saved: {plural(self.progress.own.documents, 'document')} of this run and every answer, "
+                f"{shutdown.seconds:.1f} s later. "
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command again to resume."
             )
-        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause} after {shutdown.seconds:.1f} s{saved}")
+        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
         """All documents are in the output folder, which is named."""

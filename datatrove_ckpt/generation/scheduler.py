@@ -63,13 +63,13 @@ class Scheduler:
     check_writable: Callable[[bytes, str], None] | None = None
 
     def __post_init__(self) -> None:
-        self.drain = Drain()
         self._rollouts = range(self.config.rollouts_per_document)
         self._document_limit = DocumentLimit(self.config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.documents = DocumentTasks()
+        self.drain = Drain(self.documents)
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
@@ -127,7 +127,6 @@ class Scheduler:
                 await self._document_limit.acquire()
                 if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
-                self.drain.document_started()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
 
@@ -176,6 +175,7 @@ class Scheduler:
     async def _process(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
+            self.observer.own.documents += 1
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise
@@ -184,16 +184,17 @@ class Scheduler:
         finally:
             self.documents.done(slot.ordinal)
             self._document_limit.release()
-            self.drain.document_finished()
-            if not self.drain.documents and not self.shutdown.aborted:
+            self.drain.check_soon()
+            if not self.documents and not self.shutdown.aborted:
                 self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
         answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        if (letter := self.failures.taken_letter(source, slot)) is not None:
-            return self._finished(source, slot, "dead", letter, requests)
+        taken = self.failures.taken
+        if taken is not None and (letter := taken.get(document, source.id, slot.ordinal)) is not None:
+            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         try:
             if len(requests) == 1:
                 results = [await self._run_rollout(document, requests[0])]
@@ -214,8 +215,9 @@ class Scheduler:
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             hashes = [request.last_hash for request in requests]
             letter = self.failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
-            return self._finished(source, slot, "dead", letter, requests)
-        return self._finished(source, slot, "written" if kept else "dropped", data, requests, len(kept))
+            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
+        outcome: Outcome = "written" if kept else "dropped"
+        return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self) -> None:
         """Raises CancelledError if the rank is stopping: the document ends unrecorded, whatever its rollout returned.
@@ -250,18 +252,6 @@ class Scheduler:
         end_fork(self._pid)
         return result
 
-    def _finished(
-        self,
-        source: SourceDocument,
-        slot: ChunkSlot,
-        outcome: Outcome,
-        document: bytes,
-        requests: Sequence[Requests],
-        kept: int = 0,
-    ) -> Finished:
-        self.observer.finished()
-        return summarize(slot.ordinal, outcome, source.fingerprint, document, requests, kept)
-
 
 # The tasks of documents -----------------------------------------------------------------------------------------------
 #
@@ -281,6 +271,9 @@ class DocumentTasks:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = False
         self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
     def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
         """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""

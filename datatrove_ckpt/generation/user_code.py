@@ -11,14 +11,17 @@ import inspect
 import textwrap
 import types
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import ReadyMade, Rollout
+from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption
@@ -81,6 +84,33 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         return result
 
     return checked
+
+
+def noting(rollout_fn: Rollout, questions: dict[str, str]) -> Rollout:
+    """The rollout function, which notes the last user message of each document's first request, by the document's id.
+
+    Raises:
+        ConfigError: a file that it needs is missing here.
+    """
+    if isinstance(rollout_fn, ReadyMade):
+        rollout_fn.prepare()
+
+    async def rollout(document: Document, generate: Generate, **shared: object) -> object:
+        async def ask(payload: Payload, /) -> InferenceResult:
+            questions.setdefault(str(document.id), _question(payload))
+            return await generate(payload)
+
+        return await rollout_fn(document, ask, **shared)
+
+    return rollout
+
+
+def _question(payload: Payload) -> str:
+    with suppress(AttributeError, LookupError, TypeError):  # of a payload that is about to be refused
+        users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
+        content = users[-1] if users else payload["prompt"]
+        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+    return ""
 
 
 class _Call(partial[Any]):

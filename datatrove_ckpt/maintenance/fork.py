@@ -62,25 +62,25 @@ _ROWS_AT_ONCE = 1000
 
 
 @dataclass
-class KeptAnswers:
-    """Sums over cached answers. ``committed``: how many of the documents are committed in the other run."""
+class Fork:
+    """What was kept.
 
+    Attributes:
+        positions: number of documents by which another input is noticed.
+        documents: that have cached answers.
+        committed: of these, those that are committed in the other run.
+        requests, prompt_tokens, completion_tokens: of cached answers.
+        unusable: why answers of ranks cannot be used, with their number.
+    """
+
+    ranks: int = 0
+    positions: int = 0
     documents: int = 0
     committed: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-
-
-@dataclass
-class Fork:
-    """What was kept. ``positions``: number of documents by which another input is noticed."""
-
-    ranks: int = 0
-    positions: int = 0
-    answers: KeptAnswers = field(default_factory=KeptAnswers)
     unusable: Counter[str] = field(default_factory=Counter)
-    """Why answers of ranks cannot be used, with their number."""
 
 
 @contextmanager
@@ -196,7 +196,9 @@ def check_source(source: Path) -> None:
 
 def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fork: Fork) -> None:
     before = Forked.of(rank.run) or Forked("")  # of the run that the other one was forked from
-    fingerprints = {**before.fingerprints, **_fingerprints(rank)}
+    found = {commit.next_ordinal - 1: commit.last_input for commit in rank.commits.values() if commit.counts.read}
+    found |= rank.ends
+    fingerprints = before.fingerprints | {ordinal: text for ordinal, text in sorted(found.items()) if text}
     documents = rank.expected.documents if rank.expected is not None else None
     documents = before.documents if documents is None else documents
     forked = Forked(said, documents, fingerprints)
@@ -207,9 +209,11 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
         if was_there or (rank.folder / CACHE).exists():  # a finished rank has none, and stays finished
             stack.callback(files.Lock(lock).release, remove=not was_there)
         if keep_answers:
-            _copy_cache(rank.folder, folder)
+            for name in (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)):  # opening it in its place would change it
+                if (rank.folder / name).exists():
+                    _copy(rank.folder / name, folder / name)
     committed = [range(commit.first_ordinal, commit.next_ordinal) for commit in rank.commits.values()]
-    _keep_answers(folder, rank.folder / KEPT_ANSWERS if keep_answers else None, committed, fork.answers)
+    _keep_answers(folder, rank.folder / KEPT_ANSWERS if keep_answers else None, committed, fork)
     settings = KEPT_SETTINGS if keep_answers else ("identity_version", "tasks")
     fields = {name: rank.run[name] for name in (*settings, RESHARDS) if name in rank.run}
     content = {**stamped(fields), FORKED: forked.to_json(), "owner": new_owner()}
@@ -218,19 +222,7 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
     fork.positions += len(fingerprints)
 
 
-def _fingerprints(rank: RankLedger) -> dict[int, str]:
-    found = {commit.next_ordinal - 1: commit.last_input for commit in rank.commits.values() if commit.counts.read}
-    return {ordinal: text for ordinal, text in sorted((found | rank.ends).items()) if text}
-
-
 # answers -------------------------------------------------------------------------------------------------------------
-
-
-def _copy_cache(source: Path, folder: Path) -> None:
-    """Copies the database with its logs: opening it in its place would change it."""
-    for name in (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)):
-        if (source / name).exists():
-            _copy(source / name, folder / name)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -244,7 +236,7 @@ def _copy(source: Path, target: Path) -> None:
     files.disk.sync(target)
 
 
-def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums: KeptAnswers) -> None:
+def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums: Fork) -> None:
     """Makes the request cache, even if it is empty: a rank that is not finished always has one. Counts its answers.
 
     Args:
@@ -315,7 +307,11 @@ class Source:
         Raises:
             CheckpointCorrupt: ``job.json``, or ``run.json`` of a rank, cannot be read.
         """
-        ranks = [rank for rank in ranks if not rank.root and _has_run(rank)]
+        ranks = [rank for rank in ranks if not rank.root]
+        for rank in ranks:
+            if rank.damage is not None and not rank.run:
+                raise rank.damage
+        ranks = [rank for rank in ranks if rank.run]
         job = read_run(checkpoints / JOB) if (checkpoints / JOB).exists() else {}
         started = (rank.run for rank in ranks if not is_unstarted(rank.run))
         first = ranks[0].run if ranks else {}
@@ -357,12 +353,6 @@ class Source:
         had_others = any(change.get("field") == _MODEL for change in kept.get("accepted_changes", []))
         deciding = ANSWERING if had_others else (_MODEL, *ANSWERING)
         return [change.field for change in compare(kept, new) if change.field in deciding]
-
-
-def _has_run(rank: RankLedger) -> bool:
-    if rank.damage is not None and not rank.run:
-        raise rank.damage
-    return bool(rank.run)
 
 
 def real_place(folder: str) -> str:

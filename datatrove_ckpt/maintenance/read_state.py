@@ -1,4 +1,4 @@
-"""Reads all ranks of a run into one ``RunState``. Changes nothing, and takes no lock for longer than a look.
+"""Reads all ranks of a run into one ``RunState``. Changes nothing, and holds no lock.
 
 with open_place("s3://bucket/mirror", wanted=wanted_files) as place:
     state = read_run_state(place)
@@ -77,6 +77,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     began = time.monotonic()
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
+    state.given = place.given if place.config else ()
     limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
     tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
     try:
@@ -118,7 +119,7 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
             attempt = found.attempt
             who = f"pid {attempt.pid} on {attempt.host}" if attempt else "another process"
             raise CheckpointLocked(
-                f"{rank.place}: {who} works on this rank, or has ended without a word less than 20 minutes "
+                f"{rank.place}: {who} works on this rank, or was killed less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
@@ -189,8 +190,10 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         now: the time, in Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
-    totals = Totals()
+    totals, per_document = Totals(), _input_per_document(ranks)
     for rank in ranks:
+        if rank.state == "running" and not rank.rates.input:  # in its first seconds
+            rank.rates.input = rank.rates.documents * per_document
         totals.add(rank)
         totals.states[rank.state] += 1
         totals.work_is_at_least = totals.work_is_at_least or rank.work_is_at_least
@@ -265,8 +268,13 @@ def _average(totals: Totals) -> Rates:
     return average
 
 
+def _input_per_document(ranks: list[RankState]) -> float:
+    known = [rank for rank in ranks if rank.position.total is not None]
+    return sum(rank.position.done for rank in known) / max(1, sum(rank.documents for rank in known))
+
+
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:
-    """Sums up the input. The ranks that are not started are taken to have as much as the others, on average."""
+    """Sums up the input. Ranks whose input is not known yet are taken to have as much as the others, on average."""
     known = [rank for rank in ranks if rank.position.total is not None]
     units = {rank.position.unit for rank in known}
     if len(units) != 1:
@@ -277,6 +285,8 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     if others and any(rank.reshards for rank in ranks):
         return  # what the others have was dealt out anew by what was left
     if others:
+        begun = sum(rank.documents for rank in ranks if rank.position.total is None)
+        done += min(round(begun * _input_per_document(ranks)), total * others // len(known))
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
@@ -340,7 +350,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank.seconds, rank.dead_letters = sums.seconds, ledger.causes
     if (last := recent.last) is not None:
         if last.documents.read or not rank.documents:  # else more is done than that line knows
-            rank.position = last.position
+            rank.position = _reached(last, rank)
         rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
     rank.reshards = ledger.run.get(RESHARDS, 0)
     if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
@@ -353,6 +363,14 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         times += [at for name, at in written.items() if name != COMMITS]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank
+
+
+def _reached(last: Progress, rank: RankState) -> InputPosition:
+    """The position of the last line, brought up to the documents that were counted since then."""
+    position, then = last.position, last.documents.read
+    if position.total is None or not rank.exact or rank.documents <= then:
+        return position
+    return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
 def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
@@ -371,7 +389,7 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.as_of = recent.last.at if recent.last is not None else None
         attempt.without_a_word = True
         age = duration(max(0.0, now - attempt.last_seen))
-        said = f"attempt {attempt.number} ended without a word; its last line is {age} old: {_of(attempt)}"
+        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {_of(attempt)}"
         rank.trouble, rank.reason = "lost", said
     else:
         _judge_ended(rank, attempt, now)
@@ -382,7 +400,7 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
 
 
 def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
-    """Whether an attempt whose lock nobody is seen to hold may still run."""
+    """Whether an attempt may still run although no process is seen to hold its lock."""
     if attempt is None or attempt.ended is not None:
         return False
     if rank.is_copy:
@@ -398,11 +416,17 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
         rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {_process(rank)}"
         return
-    rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
-    rank.rates = recent.rates()
-    if rank.position.total is not None and rank.rates.input > 0:
+    seconds = recent.window[-1].at - recent.window[0].at if recent.window else 0.0
+    if seconds:
+        rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
+        rank.rates = recent.rates()
+    elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
+        done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
+        for counts, sign in ((done, factor), (before, -factor)):
+            rank.rates.add(_done(counts, 0), sign)
+    if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
         rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-    rank.has_rate = len(recent.window) > 1 and recent.window[-1].at - recent.window[0].at >= RATE_SECONDS - 1
+    rank.has_rate = seconds >= RATE_SECONDS - 1
     if recent.is_stuck:
         rank.trouble, rank.reason = "stuck", _stuck(recent, now)
     elif loop := _barren(rank):
@@ -426,7 +450,7 @@ def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
     assert rank.attempt is not None
     how = f"; the last error: {loop[0].what}" if loop[0].ended is not None else ""
     silent = sum(one.ended is None for one in loop)
-    ended = f", {silent} of them without a word" if silent else ""
+    ended = f", {silent} of them killed" if silent else ""
     return (
         f"the last {len(loop)} attempts ended{ended}, and no document was finished for "
         f"{duration(now - loop[-1].started)}; attempt {rank.attempt.number} runs{how}"
@@ -523,8 +547,8 @@ def _speed(rates: Rates) -> tuple[float, float]:
 
 
 def _average_speed(rank: RankState) -> tuple[float, float]:
-    """The same over all attempts; nothing if they took less than a minute: that is the start of servers, mostly."""
+    """The same over all attempts; nothing if that would be chance."""
     work, seconds = rank.work, rank.seconds
-    if seconds < _MIN_SECONDS:
+    if not rank.is_measured:
         return 0.0, 0.0
     return work.documents / seconds, (work.prompt_tokens + work.completion_tokens or work.requests) / seconds

@@ -52,20 +52,15 @@ class Relocation:
         obstacles: problems because of which nothing may be changed.
         others: problems that have nothing to do with the place.
         job: the content of ``job.json`` if it must be changed.
-        bytes: size of all committed files.
     """
 
     report: Report
     where: str
-    old: list[str]
+    old: list[str] = field(default_factory=list)
     ranks: list[RankLedger] = field(default_factory=list)
     obstacles: list[Problem] = field(default_factory=list)
     others: list[Problem] = field(default_factory=list)
     job: Json | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.size for chunk in self.report.chunks for file in chunk.files)
 
     @property
     def is_done(self) -> bool:
@@ -73,34 +68,31 @@ class Relocation:
         return not self.ranks and self.job is None
 
 
-def plan_relocation(report: Report, is_mirror: bool = False) -> Relocation:
+def plan_relocation(report: Report, is_mirror: bool = False, was_whole: bool = False) -> Relocation:
     """What must be changed so that the checkpoint belongs to the output folder of the report. Changes nothing.
 
     Args:
         is_mirror: the report is about a mirror, which may lack ranks that were finished before there was one.
+        was_whole: the files were only renamed, so what they lack they lacked before.
 
     Raises:
         CheckpointCorrupt: ``job.json`` is damaged.
     """
     where = str(report.folder.resolve_paths(""))
-    plan = Relocation(report, where, [])
+    plan = Relocation(report, where)
     for problem in report.problems:
         may_lack = is_mirror and problem.kind == "rank" and problem.rank is not None
+        may_lack |= was_whole and problem.kind in REDO_KINDS | {"documents", "output"}
         (plan.obstacles if problem.kind in _OBSTACLES and not may_lack else plan.others).append(problem)
     damaged = {(problem.root, problem.rank) for problem in plan.obstacles}
-    named: dict[str, None] = {}
-    for rank in report.ranks:
-        if rank.key in damaged:
-            continue
-        folder = rank.run.get(FOLDER)  # a rank of a fork has none before its first start
-        if folder not in (None, where):
-            named[str(folder)] = None
-            plan.ranks.append(rank)
+    here = (None, where)  # a rank of a fork has none before its first start
+    plan.ranks = [rank for rank in report.ranks if rank.key not in damaged and rank.run.get(FOLDER) not in here]
+    named = [str(rank.run[FOLDER]) for rank in plan.ranks]
     job = report.checkpoints / JOB
     if job.exists() and (content := read_run(job)).get(FOLDER, where) != where:
-        named[str(content[FOLDER])] = None
+        named.append(str(content[FOLDER]))
         plan.job = content
-    plan.old = list(named)
+    plan.old = list(dict.fromkeys(named))
     return plan
 
 

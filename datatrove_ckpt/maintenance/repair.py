@@ -217,6 +217,7 @@ class Plan:
         return [redo.rank for redo in self.redo]
 
     def describe(self, logging_dir: str | None) -> Iterator[str]:
+        yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
             yield from redo.describe()
         for number in self.markers:
@@ -250,7 +251,11 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
     if logging_dir is not None:
-        plan.markers = list(_markers(plan, report, logging_dir))
+        # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
+        keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
+        folder, numbers = get_datafolder(logging_dir), sorted(number for root, number in keys if not root)
+        folder.invalidate_cache()
+        plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
     return plan
 
 
@@ -273,16 +278,6 @@ def recorded_folders(report: Report) -> set[str]:
     """The output folders that the ranks name; not those of ranks whose ``run.json`` is damaged."""
     known = (rank.run for rank in report.ranks if rank.run or rank.damage is None)
     return {str(run.get("output_folder") or report.output) for run in known}
-
-
-def _markers(plan: Plan, report: Report, logging_dir: str) -> Iterator[int]:
-    # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
-    keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
-    folder = get_datafolder(logging_dir)
-    folder.invalidate_cache()
-    for number in sorted(number for root, number in keys if not root):
-        if folder.isfile(f"completions/{number:05d}"):
-            yield number
 
 
 def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]) -> None:

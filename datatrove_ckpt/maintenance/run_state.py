@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,7 +31,7 @@ State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinis
     finished      every document of its input is committed
     interrupted   it was asked to stop, and saved what it had
     failed        it was ended by an error
-    lost          its last attempt ended without a word: kill -9, out of memory, a node that is gone
+    lost          its last attempt was killed: kill -9, out of memory, a node that is gone
     unfinished    not finished, and nothing says why: its history is missing
     damaged       a file of its checkpoint cannot be used
 """
@@ -49,6 +50,9 @@ Trouble = Literal[
 """
 
 
+_LEAST_DOCUMENTS, _LEAST_SECONDS = 10, 10.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Sums:
     """What is known of a rank, and added up over ranks.
@@ -63,8 +67,8 @@ class Sums:
             again, and their answers may have been paid for.
         rates: of the last minutes, while it runs.
         in_flight, waiting: requests at the last line, while it runs.
-        as_of: time of that line; also if the last attempt ended without a word. Of several ranks, the oldest of those
-            that run, or of the others if none does.
+        as_of: time of that line; also if the last attempt was killed. None in the first ten seconds of an attempt. Of
+            several ranks, the oldest of those that run, or of the others if none does.
         time_left: at the present rate; None if the end of the input is not known, or nothing runs.
         dead_letters: by cause; no more than were read.
     """
@@ -145,6 +149,11 @@ class RankState(Sums):
     is_copy: bool = False
 
     @property
+    def is_measured(self) -> bool:
+        """Its average can be compared: that of few documents is chance, and of seconds the start of servers, mostly."""
+        return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
+
+    @property
     def goes_on(self) -> bool:
         """Whether it is finished, or runs and gets ahead."""
         return self.state == "finished" or (
@@ -194,6 +203,7 @@ class RunState:
 
     Attributes:
         what: the folder or URL that was read, for people.
+        given: the YAML file that was named, with overrides; empty: a folder or a URL was.
         read_at: when it was read.
         seconds_to_read: how long that took.
         newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
@@ -211,6 +221,7 @@ class RunState:
     what: str
     is_copy: bool
     read_at: float
+    given: Sequence[str] = ()
     seconds_to_read: float = 0.0
     newest: float | None = None
     tasks: int = 0
@@ -233,6 +244,9 @@ class RunState:
         found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
         found.counts.read -= again.counts.read
         found.counts.dead -= again.counts.read
+        found.states = found.states + again.states
+        found.rates.add(again.rates)
+        found.as_of = found.as_of or again.as_of
         found.work_is_at_least = found.work_is_at_least or again.work_is_at_least
         found.attempts += again.attempts
         found.attempts_without_a_word += again.attempts_without_a_word
@@ -365,17 +379,13 @@ def _counts(counts: DocumentCounts) -> Json:
 
 
 _TROUBLE = ("root", "rank", "trouble", "reason")
+_OF_ATTEMPT = ("why", "what", "host", "pid", "slurm_job", "version", "without_a_word", "in_flight")
 _WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
 
 
 def _input(position: InputPosition) -> Json:
     share = position.share
-    return {
-        "done": position.done,
-        "total": position.total,
-        "unit": position.unit,
-        "share": None if share is None else round(share, 6),
-    }
+    return {**position._asdict(), "share": None if share is None else round(share, 6)}
 
 
 def _rates(rates: Rates) -> Json:
@@ -392,14 +402,7 @@ def _attempt(attempt: AttemptSummary) -> Json:
         "started_at": _time(attempt.started),
         "last_seen_at": _time(attempt.last_seen),
         "ended_at": _time(attempt.ended),
-        "why": attempt.why,
-        "what": attempt.what,
-        "host": attempt.host,
-        "pid": attempt.pid,
-        "slurm_job": attempt.slurm_job,
-        "version": attempt.version,
-        "without_a_word": attempt.without_a_word,
-        "in_flight": attempt.in_flight,
+        **{name: getattr(attempt, name) for name in _OF_ATTEMPT},
     }
 
 

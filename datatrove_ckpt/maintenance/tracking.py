@@ -266,7 +266,9 @@ class MlflowRun:
 
         self._job = job
         self._client = MlflowClient(tracking_uri=uri)
-        self._experiment = self._find_experiment()
+        name = job.mlflow_experiment
+        known = self._client.get_experiment_by_name(name)
+        self._experiment = str(self._client.create_experiment(name) if known is None else known.experiment_id)
         run = self._find(first_at) or self._make(first_at)
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
@@ -274,11 +276,6 @@ class MlflowRun:
         newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith(f"{job.prefix}documents"))
         self.sent_until = max(newest, default=0) / 1000
         self._set_parameters(run.data.params)
-
-    def _find_experiment(self) -> str:
-        name = self._job.mlflow_experiment
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
     def _find(self, first_at: float) -> Any | None:
         wanted = f"tags.`{_JOB_TAG}` = '{self._job.job}'"
@@ -371,34 +368,29 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "FINISHED"))
 
 
+@dataclass
 class Tracker:
     """Sends one job's points.
 
-    Args:
+    Attributes:
         root: the folder with the checkpoints.
         make_runs: each finds or makes a run, when there is something to send; it is given the Unix seconds of the
             first record, may take long, or raise anything.
         make_report: writes the job's report, if it can.
-
-    Attributes:
         is_over: no rank is at work, and all is sent.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        ranks: int,
-        make_runs: list[Callable[[float], TrackedRun]],
-        make_report: Callable[[Path], bool],
-    ) -> None:
-        self.is_over = False
-        self._histories = JobHistories(root)
-        self._points = JobPoints(ranks)
-        self._waiting: list[Point] = []
-        self._makers = make_runs
-        self._runs: list[TrackedRun | None] = [None] * len(make_runs)
-        self._make_report = make_report
-        self._failed = False
+    root: Path
+    ranks: int
+    make_runs: list[Callable[[float], TrackedRun]]
+    make_report: Callable[[Path], bool]
+    is_over: bool = False
+    _waiting: list[Point] = field(default_factory=list)
+    _failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._histories, self._points = JobHistories(self.root), JobPoints(self.ranks)
+        self._runs: list[TrackedRun | None] = [None] * len(self.make_runs)
 
     def work(self, everything: bool) -> str:
         """Sends what is new. What cannot be sent waits for the next call.
@@ -419,7 +411,7 @@ class Tracker:
         self._waiting = [point for point in self._waiting if point.at >= self._histories.whole_from]
         if not self._waiting and not records and not self._failed:
             return ""
-        problems = [self._send_to(index, now) for index in range(len(self._makers))]
+        problems = [self._send_to(index, now) for index in range(len(self.make_runs))]
         self._failed = any(problems)
         if not self._failed:
             self._waiting.clear()
@@ -430,7 +422,7 @@ class Tracker:
         """What went wrong; "" if nothing did."""
         try:
             if (run := self._runs[index]) is None:
-                run = self._runs[index] = self._makers[index](self._points.first_at)
+                run = self._runs[index] = self.make_runs[index](self._points.first_at)
             for point in self._waiting:
                 if point.at > run.sent_until:
                     run.send(point)
@@ -438,7 +430,7 @@ class Tracker:
             if (status := self._points.status(now)) != "RUNNING":
                 with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-report-") as folder:
                     report = Path(folder) / "report.html"
-                    run.end(status, report if status == "FINISHED" and self._make_report(report) else None)
+                    run.end(status, report if status == "FINISHED" and self.make_report(report) else None)
                 self._runs[index] = None  # the next attempt of the job finds it again
         except Exception as error:  # of a library, of its server, of the network
             return f"{type(error).__name__}: {error}"

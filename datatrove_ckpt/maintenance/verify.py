@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,20 +42,8 @@ from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
-from datatrove_ckpt.checkpoint.layout import (
-    JOB,
-    NOTHING_PUBLISHED,
-    RUN,
-    rank_folder,
-)
-from datatrove_ckpt.checkpoint.ledger import (
-    CHECKED,
-    RankLedger,
-    Want,
-    name_place,
-    read_rank,
-    read_ranks,
-)
+from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
+from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.setting_values import comparable
 from datatrove_ckpt.checkpoint.versions import RESHARDS
@@ -74,7 +63,7 @@ def verify(
     checkpoints: Path,
     output: str | None = None,
     full: bool = False,
-    given: str | None = None,
+    given: Sequence[str] = (),
     planned: str | None = None,
 ) -> Report:
     """Verifies all ranks.
@@ -82,19 +71,19 @@ def verify(
     Args:
         output: the output folder, if it is not where ``run.json`` says.
         full: also read every output file.
-        given: how the user named the checkpoint, for commands to type; None: as ``checkpoints``.
-        planned: where the output of a run will be that has not started, if a YAML file tells it.
+        given: how the user named the checkpoint, for commands to type; empty: as ``checkpoints``.
+        planned: where the output of a run will be that has not started, if WHAT tells it.
 
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    command = f"{repair_command(given or checkpoints, output=output)}{' --full' if full else ''}"
+    command = f"{repair_command(*(given or [str(checkpoints)]), output=output)}{' --full' if full else ''}"
     report = Report(checkpoints, command)
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
-    report.output = output or _output_folder(report.ranks, planned, given)
+    report.output = output or find_output(checkpoints, report.ranks, planned, given[0] if given else checkpoints)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_ranks(report)
@@ -104,16 +93,25 @@ def verify(
     return report
 
 
-def _output_folder(ranks: list[RankLedger], planned: str | None, given: str | None) -> str:
+def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object) -> str:
+    """The output folder of a run, as its ``run.json`` files name it. The arguments are those of ``verify``.
+
+    In a run folder that was copied or renamed it is the one there: what they name may be another run's by now.
+
+    Raises:
+        ConfigError: none of them names it.
+    """
     runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
     # Ranks that were complete when the user moved the output still name the old place.
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
     if found:
-        return next((folder for folder in found if folder not in left), found[0])
+        recorded, beside = next((folder for folder in found if folder not in left), found[0]), checkpoints.absolute()
+        if (beside.name, Path(recorded).name) == ("checkpoints", "output") and (beside.parent / "output").is_dir():
+            return str(beside.parent / "output")
+        return recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
-    what = given or ranks[0].folder.parent
     if runs and all(is_unstarted(run) for run in runs):
         raise ConfigError(
             f"{what} is a fork that has not started, so it has no output yet. Start it first; or give its YAML file "

@@ -1,4 +1,5 @@
-"""WHAT a command looks at: a checkpoint folder, its mirror, or the YAML file of the run. Made into a folder to read.
+"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the YAML file of the run. Made into a
+folder to read.
 
 A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
 mirror instead (``Place.said``).
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 60
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ON_CONFIG = re.compile(r"(datatrove-ckpt (?:migrate|(reshard))) CONFIG\b")
 
 
 @dataclass(slots=True)
@@ -39,19 +42,21 @@ class Place:
     Attributes:
         what: the folder or URL, for people.
         folder: the checkpoint folder, or a copy of the mirror.
-        given: how the user named it, for commands to type.
+        given: how the user named it, for commands to type: WHAT, and overrides.
         mirror: reads the mirror; None if ``folder`` is no copy.
         tasks: of the run, if a YAML file tells it; else 0.
-        logging_dir: the executor's, likewise.
+        logging_dir: the executor's, if a YAML file or a run folder tells it.
+        output: the output folder, likewise.
         config: the YAML file's content; empty without one.
     """
 
     what: str
     folder: Path
-    given: str
+    given: list[str]
     mirror: MirrorReader | None = None
     tasks: int = 0
     logging_dir: str | None = None
+    output: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,8 +73,15 @@ class Place:
             self.mirror.refresh()
 
     def said(self, text: str) -> str:
-        """A text with the mirror's URL in place of the copy's path."""
-        return text.replace(str(self.folder), self.what) if self.is_copy else text
+        """A text with the mirror's URL in place of the copy's path, and commands with the YAML file, if it is known."""
+        text = text.replace(str(self.folder), self.what) if self.is_copy else text
+        return with_config(text, self.given if self.config else ())
+
+
+def with_config(text: str, given: Sequence[str]) -> str:
+    """A text whose commands on CONFIG name the YAML file that was given, with its overrides."""
+    but_tasks = [one for one in given if not one.startswith(("--executor.tasks=", "--tasks="))]
+    return _ON_CONFIG.sub(lambda found: f"{found[1]} {shlex.join(but_tasks if found[2] else given) or 'CONFIG'}", text)
 
 
 def is_config(what: str) -> bool:
@@ -86,6 +98,7 @@ def open_place(
     config: dict[str, Any] | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     trusted: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Iterator[Place]:
     """Finds what the user named. A mirror's copy is removed at the end.
 
@@ -94,12 +107,14 @@ def open_place(
         config: the content of that file.
         wanted: which files of a mirror are needed, by name and size in bytes.
         trusted: refuse versions of a mirror that are not sealed with the key, if there is one.
+        overrides: that the file was read with, as they are typed.
 
     Raises:
         ConfigError: there is no such place, or the YAML file names none.
         StorageFailed, CheckpointCorrupt: the mirror cannot be read.
     """
     place, url = _named_by_config(what, config) if config is not None else _named(what)
+    place.given += overrides
     if url is None:
         yield place
         return
@@ -122,9 +137,26 @@ def open_place(
 
 def _named(what: str) -> tuple[Place, str | None]:
     """The place, and the mirror's URL if it is a mirror."""
-    place = Place(what, Path(what), what)
-    is_mirror = _URL.match(what) or (place.folder.is_dir() and _looks_like_mirror(place.folder))
-    return place, what if is_mirror else None
+    place = Place(what, Path(what), [what])
+    if not _URL.match(what):
+        root, checkpoints = place.folder, place.folder / "checkpoints"
+        with suppress(PermissionError):  # which the command says, once it reads the ranks
+            if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
+                place.what, place.folder = str(checkpoints), checkpoints
+                output, logs = (str(path) if path.is_dir() else None for path in (root / "output", root / "logs"))
+                place.output, place.logging_dir = output, logs
+        if not (place.folder.is_dir() and _looks_like_mirror(place.folder)):
+            return place, None
+    return place, place.what
+
+
+def begun_in(root: Path, remote: str | None) -> str | None:
+    """WHAT of a run: its checkpoint folder, or its mirror if no rank is here; None: nothing has started."""
+    if root.is_dir() and layout.rank_numbers(root):
+        return str(root)
+    from datatrove_ckpt.mirror.reading import holds_ranks
+
+    return remote if remote is not None and holds_ranks(remote) else None
 
 
 def _looks_like_mirror(folder: Path) -> bool:
@@ -184,12 +216,14 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     executor = _arguments(config.get("executor"))
     local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
+    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
     place = Place(
         str(local),
         local or Path(),
-        path,
+        [path],
         tasks=tasks if isinstance(tasks, int) and is_count(tasks) else 1,
         logging_dir=logging_dir if isinstance(logging_dir, str) else None,
+        output=folder if isinstance(folder, str) else None,
         config=config,
     )
     if local is None or (remote is not None and _mirror_has_more(local, remote)):
@@ -245,12 +279,6 @@ def _kept_steps(executor: Json) -> dict[int, Json]:
     pipeline = executor.get("pipeline")
     steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
     return {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
-
-
-def output_folder_of(config: dict[str, Any]) -> str | None:
-    """The output folder of the step with a checkpoint, as a YAML file names it; None if there is no file."""
-    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    return folder if isinstance(folder, str) else None
 
 
 def _arguments(node: Any) -> dict[str, Any]:

@@ -76,16 +76,13 @@ class Seal:
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
         self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder if is_rank(folder) else ""
         self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
+        self.is_on = self._key is not None
+        """Whether there is a key."""
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
                 f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters (`openssl rand -hex 32` "
                 "makes one). Unset the variable to mirror without a key."
             )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a key."""
-        return self._key is not None
 
     def add(self, name: str, body: bytes) -> bytes:
         """The manifest's JSON with its seal, if there is a key. ``name``: of the version's object."""

@@ -351,7 +351,7 @@ class OutputCheck:
     def _repair(self, found: FoundFiles) -> str:
         """The command that has lost files made again."""
         # The folder may be gone, and then repair wants it named.
-        return repair_command(self.root, self._logging_dir, None if found.sizes else self.where)
+        return repair_command(self.root, logging_dir=self._logging_dir, output=None if found.sizes else self.where)
 
 
 def _retry_note(wrong: list[CommittedFile]) -> str:

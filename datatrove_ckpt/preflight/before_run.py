@@ -23,12 +23,7 @@ from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import (
-    check_access,
-    is_missing_repository,
-    private_if_made,
-    repository_is_gone,
-)
+from datatrove_ckpt.output.hub_access import check_access, is_missing_repository, private_if_made, repository_is_gone
 from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls

@@ -228,7 +228,8 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
     free = shutil.disk_usage(existing_part(folder)).free
     state: State = "problem" if free < least else "warning" if free < most else "ok"
-    text = f"{byte_size(free)} free; the whole output is {byte_size(least)} to {byte_size(most)} more: "
+    more = f"{byte_size(least)} to {byte_size(most)}" if least < most else byte_size(most)
+    text = f"{byte_size(free)} free; the whole output is {more} more: "
     text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
     text += _answers(answer)
     if sample.compressed and not sample.is_all:

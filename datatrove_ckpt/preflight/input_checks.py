@@ -100,7 +100,14 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
         shares = Finding("ok", "shares", equal)
     else:
         shares = check_shares(names, known, tasks, workers)
-    return [Finding("ok", "readable", text), shares, *_name_refused(names, sample)], sample
+    found = [Finding("ok", "readable", text), shares]
+    if sample.refused:
+        shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
+        text = (
+            f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
+        )
+        found.append(Finding("warning", "files", text))
+    return found, sample
 
 
 def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
@@ -110,14 +117,6 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
             raise sample.refused[first]
     if sample.refused and not sample.number:
         raise next(iter(sample.refused.values()))
-
-
-def _name_refused(names: list[str], sample: Sample) -> list[Finding]:
-    if not sample.refused:
-        return []
-    shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
-    text = f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
-    return [Finding("warning", "files", text)]
 
 
 def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
@@ -160,9 +159,9 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused:
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
-                    found.append(as_read(document).data)
-                    if len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline:
+                    if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return False
+                    found.append(as_read(document).data)
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one

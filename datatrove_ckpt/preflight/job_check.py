@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
+from datatrove_ckpt.checkpoint.foreign import RESHARD, refuse_missing_run_json
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger, retired_ranks
@@ -159,7 +159,7 @@ def _refuse_left_behind(root: Path, tasks: int) -> None:
     if left:
         raise CheckpointMismatch(
             f"{root}: chunks of {name_tasks(left)} are to be made again, and since reshard there are only {tasks} "
-            f"tasks. Deal them out: datatrove-ckpt reshard WHAT --tasks {tasks}, then run."
+            f"tasks. Deal them out: {RESHARD} {tasks}, then run."
         )
 
 
@@ -238,8 +238,10 @@ def _refuse_changes(
         if finished:
             logger.warning(finished)
         return
-    way_out = way_back(found.changes, runner.identity, may_mix)
-    if len(skipped) == tasks:
+    tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
+    is_left = len(skipped) < tasks
+    way_out = way_back(found.changes, runner.identity, may_mix, is_left)
+    if not is_left:
         way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):

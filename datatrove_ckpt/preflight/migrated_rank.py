@@ -44,7 +44,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, OutputMismatch
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.output.documents import encode
-from datatrove_ckpt.output.formats import Format, Jsonl, format_of
+from datatrove_ckpt.output.formats import Jsonl, format_of
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.runner import InferenceRunner
@@ -158,10 +158,6 @@ class Theirs:
     def last(self) -> int:
         """The chunk up to which datatrove calls all finished; -1: none, or the file is damaged."""
         return -1 if (last := read_last_chunk(self.last_chunk)) is None else last
-
-    def chunk_files(self) -> list[int]:
-        """The unfinished chunks that have a file."""
-        return journal_indices(self.folder) if self.folder.is_dir() else []
 
     def stamp(self) -> list[tuple[Path, int, int]]:
         """Paths, sizes and times of its files: others if the run is still on."""
@@ -288,13 +284,22 @@ def _of_checkpoint(theirs: Theirs, index: int) -> _Rows:
 
 
 def _of_output(theirs: Theirs, index: int) -> _Rows:
-    """The rows of a chunk's output files."""
+    """The rows of a chunk's output files.
+
+    Raises:
+        OutputMismatch: migrate cannot read such files.
+    """
     writer = theirs.step.output_writer
     rows = _Rows(theirs, getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter)
     columns = ("id", "text", "metadata", theirs.step.metadata_key)
     for name in theirs.outputs.get(index, ()):
         try:
-            known = _format_of(writer, name)
+            if (known := format_of(writer)) is None:
+                raise OutputMismatch(
+                    f"{name}: migrate compares JSON lines and Parquet with the input, and cannot read files of "
+                    f"{type(writer).__name__}. Nothing was changed. Start anew, with another checkpoints_local_dir, "
+                    "output_folder and logging_dir."
+                )
             compression = None if known.is_compressed else writer.output_mg.compression or None
             with writer.output_folder.open(name, "rb", compression=compression) as file:
                 rows.read(known.rows(file, columns), name)
@@ -303,21 +308,6 @@ def _of_output(theirs: Theirs, index: int) -> _Rows:
         except Exception as error:  # each codec has errors of its own
             rows.problems.append(f"{name} cannot be read to its end ({safe_text(error) or type(error).__name__})")
     return rows
-
-
-def _format_of(writer: DiskWriter, name: str) -> Format:
-    """The format of an output file.
-
-    Raises:
-        OutputMismatch: migrate cannot read such files.
-    """
-    if (known := format_of(writer)) is None:
-        raise OutputMismatch(
-            f"{name}: migrate compares JSON lines and Parquet with the input, and cannot read files of "
-            f"{type(writer).__name__}. Nothing was changed. Start anew, with another checkpoints_local_dir, "
-            "output_folder and logging_dir."
-        )
-    return known
 
 
 def _digest(text: object) -> int:
@@ -403,7 +393,7 @@ def _count(counts: DocumentCounts, row: _Row | None) -> None:
     if row is None:
         counts.read += 1
     else:
-        counts.count("dropped" if row.dropped else "written", *row.work)
+        counts.count([("dropped" if row.dropped else "written", row.work, None)])
 
 
 async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | None) -> None:
@@ -419,7 +409,8 @@ async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | N
         OutputMismatch: the output cannot be compared with the input.
     """
     size, last_chunk = theirs.step.records_per_chunk, theirs.last()
-    chunks = max((last_chunk, *theirs.chunk_files(), *theirs.outputs)) + 1
+    unfinished = journal_indices(theirs.folder) if theirs.folder.is_dir() else []
+    chunks = max((last_chunk, *unfinished, *theirs.outputs)) + 1
     rows = Counter[str]()
     current: _Judge | None = None
     last: SourceDocument | None = None

@@ -29,6 +29,7 @@ from loguru import logger
 from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
 
 WAITING = "waiting for the server"
+READING = "reading the input"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _LONGEST_LEFT = 1e9  # a longer time left is chance
@@ -173,7 +174,7 @@ class RunProgress:
     def share(self) -> float | None:
         """Of the whole input, from 0 to 1. None if a rank does not know its own.
 
-        Ranks that have not begun count as 0, and as large as the mean of the others.
+        A rank that has not begun is taken to be as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
         shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
@@ -215,7 +216,7 @@ class RunProgress:
         left = (1.0 - share) / rate
         for rank, (at, before) in self._begun.items():
             moved = (self._last[rank].share or 0.0) - before
-            if rank not in self._done and moved > 0:
+            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
         return left if left < _LONGEST_LEFT else None
 
@@ -230,7 +231,7 @@ class RunProgress:
             return "starting"
         states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
         state = states.pop() if len(states) == 1 else ""
-        return "" if state == WAITING and self.rates.documents else state  # short tasks that have just begun
+        return "" if state in (WAITING, READING) and self.rates.documents else state  # short tasks that have just begun
 
     def line(self) -> str:
         """The text of a line in the log."""

@@ -21,7 +21,13 @@ from datatrove_ckpt.errors import CkptError, Preempted, causes
 from datatrove_ckpt.redaction import log_text
 
 _DATATROVE = "datatrove.executor"
+_ROUTINE = (
+    *(_DATATROVE, "datatrove.utils", "datatrove.pipeline.readers"),
+    *("datatrove_ckpt.generation", "datatrove_ckpt.mirror", "datatrove_ckpt.readers"),
+)
+_WARNING = logger.level("WARNING").no
 _said_later = False
+_of_many = False
 
 
 def safe_log() -> None:
@@ -76,9 +82,22 @@ def say_errors_later(yes: bool) -> None:
     _said_later = yes
 
 
+@contextmanager
+def task_of_many(yes: bool) -> Iterator[None]:
+    """In a task that is one of many: what each of them says is only in its log file; the terminal shows warnings."""
+    global _of_many
+    safe_log()
+    before, _of_many = _of_many, yes
+    try:
+        yield
+    finally:
+        _of_many = before
+
+
 def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
     if theirs is not None:
         theirs(record)
+    hidden_as = ""  # the terminal shows INFO and above while a task runs, the log file all, with this name
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
@@ -87,13 +106,16 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
         if own is None:
             record["message"] += f"\n{trace}"
         elif isinstance(own, Preempted):  # the rank has said so, with what is saved: it is no error
-            debug = logger.level("DEBUG")
-            record["level"] = type(record["level"])(debug.name, debug.no, debug.icon)
-        else:  # the terminal shows INFO and above while a task runs, the log file shows everything
+            hidden_as = "DEBUG"
+        else:
             logger.debug(trace)
         if own is not None:
             is_named = _said_later or isinstance(own, Preempted)
             record["message"] = f"stopped by {type(own).__name__}" if is_named else str(own)
+    if _of_many and record["level"].no < _WARNING and str(record["name"]).startswith(_ROUTINE):
+        hidden_as = record["level"].name
+    if hidden_as:
+        record["level"] = type(record["level"])(hidden_as, logger.level("DEBUG").no, record["level"].icon)
     record["message"] = log_text(record["message"])
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -139,17 +138,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _file_extent: FileExtent = FileExtent()  # of the file that is read now
     _file_level: str = "INFO"  # of the log line for each file
 
-    def __init__(self, data_folder: DataFolderLike, *arguments: object, **options: object) -> None:
-        super().__init__(data_folder, *arguments, **options)
+    def __init__(self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object) -> None:
+        super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
         refuse_variables("data_folder", self.data_folder.path)
         if isinstance(self.paths_file, str):
             refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
             check_options(self.paths_file[1], self.paths_file[0], "paths_file")
-
-    def _set_shuffle(self, shuffle_files: bool, shuffle_seed: int | None) -> None:
-        if shuffle_files:
+        if self.shuffle_files:
             raise ConfigError(
                 "shuffle_files=True gives another order on every start, so a restarted run could not resume. Use "
                 "shuffle_seed=<any integer> instead."
@@ -193,9 +190,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not inputs.names:
             logger.warning(f"No files found on {self.data_folder.path} for {rank=}")
         if start.finished_digest is not None:
-            self._check_finished_input(inputs, start.finished_digest)
+            count = int(start.finished_digest.partition(":")[0] or 0)
+            if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
+                raise CheckpointMismatch(
+                    f"One of the first {count} input files of {self.data_folder.path}, which were read before, is "
+                    f"gone, new, renamed or resized. {remedy()}"
+                )
             start.earlier.append(start.finished_digest)
-            start.record = partial(record_reader, self, inputs, int(start.finished_digest.partition(":")[0]))
+            start.record = partial(record_reader, self, inputs, count)
         else:
             yield from self._documents(inputs, start, shard, inputs.row_shard)
 
@@ -227,7 +229,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """datatrove's method of this name, but the document has a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
-            self._warn_of_empty_text(data)
+            if not self._empty_warning:
+                self._empty_warning = True
+                logger.warning(
+                    f"Found document without text, skipping. Is your `text_key` ({self.text_key!r}) correct? "
+                    f"Available keys: {list(data)}"
+                )
             return None
         if not hasattr(fields["text"], "__len__"):  # datatrove's Document and its statistics take no such text
             raise DocumentNotSerializable(
@@ -245,14 +252,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._resolved = (source_file, self.data_folder.resolve_paths(source_file))
             document.metadata.setdefault("file_path", self._resolved[1])
         return document
-
-    def _warn_of_empty_text(self, data: Row) -> None:
-        if not self._empty_warning:
-            self._empty_warning = True
-            logger.warning(
-                f"Found document without text, skipping. Is your `text_key` ({self.text_key!r}) correct? "
-                f"Available keys: {list(data)}"
-            )
 
     # One run -------------------------------------------------------------------------------------------------------
 
@@ -281,9 +280,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
         options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
         ask = partial(self.data_folder.get_shard, rank, world_size, **options)
-        found: list[str] | None = (
-            ask() if self.data_folder.is_local() else retrying.READING.run(ask, self.data_folder.path)
-        )
+        what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
+        found: list[str] | None = ask() if self.data_folder.is_local() else retrying.READING.run(ask, what)
         return found
 
     def _documents(
@@ -291,10 +289,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> Iterator[Document]:
         self._start_state = start.state
         state = checked_state(self, start.state, shard, self._reader_state(0))
-        digest, file_position = self._check_read_files(inputs, state)
-        documents, passed = (state["documents"], self.skip) if state else (0, 0)
+        digest, file_position, documents, passed = Digest(), (), 0, 0
+        if state is not None:
+            digest, file_position = inputs.check_before(state), tuple(state["at"])
+            self._check_current_file(inputs, digest.files, state["file"], file_position)
+            documents, passed = state["documents"], self.skip
         found, extent = state is not None, self._input_extent(inputs)
-        with _progress_bars(self, len(inputs.names)) as (documents_bar, files_bar):
+        limit = self.limit if self.limit != -1 else None
+        documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
+        files_bar = tqdm(total=len(inputs.names), desc="File progress", unit="file", disable=not self.file_progress)
+        with documents_bar, files_bar:
             for index in range(digest.files, len(inputs.names)):
                 before = start.first_in_file(documents) if file_position else documents
                 if self._is_limit(documents):
@@ -303,7 +307,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     break
                 if not file_position:  # else an earlier attempt has counted it
                     self.stat_update("input_files")
-                file = self._begin_file(start, shard, digest, inputs, index, extent, before)
+                name, size = inputs.names[index], inputs.size(index)
+                logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
+                current = {"name": shorten(name), "size": size, "first": before}
+                if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
+                    current["hash"] = inputs.fingerprint(index, size, whole=True)
+                read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
+                read |= {"commit": inputs.commit} if inputs.commit else {}
+                self._file_extent = extent.file(index, inputs.bytes_before(index, digest.bytes), size)
+                self._file_extent.begin = part_of(inputs, index).begin
+                file = FileState(self._reader_state(start.number) | read, extent, self._file_extent)
                 skipped_before, in_file = start.skipped, file_position != ()
                 place = int(shard[0]), documents + passed
                 for document, after in self._read_part(inputs, index, file_position, row_shard, place):
@@ -322,7 +335,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     if documents == self.limit:
                         break
                 is_part = row_shard != ALL_ROWS or not part_of(inputs, index).is_whole
-                start.note_skipped(inputs.names[index], skipped_before, in_file or is_part)
+                start.note_skipped(name, skipped_before, in_file or is_part)
                 files_bar.update()
                 self._end_file(inputs, index, digest, documents - before, file.file)
                 file_position = ()
@@ -349,27 +362,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """The state before the first document."""
         return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
 
-    def _begin_file(
-        self,
-        start: ReaderStart,
-        shard: ShardKey,
-        digest: Digest,
-        inputs: Inputs,
-        index: int,
-        extent: InputExtent,
-        documents: int,
-    ) -> FileState:
-        name, size = inputs.names[index], inputs.size(index)
-        logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-        current = {"name": shorten(name), "size": size, "first": documents}
-        if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
-            current["hash"] = inputs.fingerprint(index, size, whole=True)
-        read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
-        read |= {"commit": inputs.commit} if inputs.commit else {}
-        self._file_extent = extent.file(index, inputs.bytes_before(index, digest.bytes), size)
-        self._file_extent.begin = part_of(inputs, index).begin
-        return FileState(self._reader_state(start.number) | read, extent, self._file_extent)
-
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
@@ -379,14 +371,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             for key, value in options.items()
             if value is not None
         }
-
-    def _check_read_files(self, inputs: Inputs, state: State | None) -> tuple[Digest, FilePosition]:
-        """The files that were read to their end, and the place in the one after them. Raises as ``run`` does."""
-        if state is None:
-            return Digest(), ()
-        digest, file_position = inputs.check_before(state), tuple(state["at"])
-        self._check_current_file(inputs, digest.files, state["file"], file_position)
-        return digest, file_position
 
     def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
         name, size = inputs.names[index], inputs.known_size(index)
@@ -399,19 +383,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return
         what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
         raise CheckpointMismatch(f"The input file {name!r} {what}. {remedy()}")
-
-    def _check_finished_input(self, inputs: Inputs, finished_digest: str) -> None:
-        """For a reader that had finished before the state was saved, and so yields nothing now.
-
-        Raises:
-            CheckpointMismatch: what this reader read has changed.
-        """
-        count = int(finished_digest.partition(":")[0] or 0)
-        if count > len(inputs.names) or str(inputs.digest(count)) != finished_digest:
-            raise CheckpointMismatch(
-                f"One of the first {count} input files of {self.data_folder.path}, which were read before, is gone, "
-                f"new, renamed or resized. {remedy()}"
-            )
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
@@ -464,13 +435,3 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         then be the same as a whole.
         """
         return False
-
-
-@contextmanager
-def _progress_bars(reader: BaseDiskReader, files: int) -> Iterator[tuple[tqdm, tqdm]]:
-    """datatrove's bars of documents and of so many files. Shown as the reader's settings say."""
-    limit = reader.limit if reader.limit != -1 else None
-    documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not reader.doc_progress)
-    files_bar = tqdm(total=files, desc="File progress", unit="file", disable=not reader.file_progress)
-    with closing(documents_bar), closing(files_bar):
-        yield documents_bar, files_bar

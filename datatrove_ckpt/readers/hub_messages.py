@@ -37,7 +37,7 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
     if on_hub and http_status(error) is None and isinstance(error, ValueError):
         return f"{what} Correct dataset_options."  # a split or a config that is not there
-    if on_hub and http_status(error) is None and isinstance(error, OSError):
+    if on_hub and http_status(error) is None:
         return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
     return f"{what} Correct dataset and dataset_options{token if on_hub else ''}."
 

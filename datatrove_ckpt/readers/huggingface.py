@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -110,14 +111,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
-    def list_dataset(self) -> DatasetInputs:
-        """All shards of the dataset, at the commit that the job reads.
-
-        Raises:
-            InputError: the dataset cannot be opened, or has no such split or column.
-        """
-        return self._open(None)
-
     @property
     def is_downloaded_whole(self) -> bool:
         """Listing the dataset would download all of it where it is not in the cache: only the ranks need that."""
@@ -148,7 +141,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         if self.shuffle_seed is not None:  # set by ReaderDataset
             raise ConfigError("shuffle_seed: HuggingFaceDatasetReader cannot shuffle by a seed. Leave it out.")
-        return self._open((state or {}).get("commit")).of_rank(rank, world_size)
+        return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
 
     def _input_extent(self, inputs: Inputs) -> InputExtent:
         return InputExtent(inputs, self.limit, _count_rows(inputs))
@@ -210,12 +203,16 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     # The dataset ---------------------------------------------------------------------------------------------------
 
-    def _open(self, commit: str | None) -> DatasetInputs:
-        """Opens the dataset at the commit of a saved position, or else at that of the job."""
+    def list_dataset(self, commit: str | None = None) -> DatasetInputs:
+        """All shards of the dataset, at the commit of a saved position, or else at that of the job.
+
+        Raises:
+            InputError: the dataset cannot be opened, or has no such split or column.
+        """
         token = self.dataset_options.get("token")
         commit = self._commit(commit)
         try:
-            dataset = retrying.READING.run(lambda: self._load(commit), f"the dataset {self.dataset}")
+            dataset = retrying.READING.run(lambda: self._load(commit), f"The dataset {self.dataset} cannot be opened")
         except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
@@ -262,9 +259,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         api = HfApi(token=self.dataset_options.get("token"))
         try:
-            found = retrying.READING.run(
-                lambda: api.dataset_info(repository, revision=revision), f"the dataset {repository}"
-            )
+            ask = partial(api.dataset_info, repository, revision=revision)
+            found = retrying.OPENING.run(ask, f"The dataset {repository} cannot be found on the hub")
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache

@@ -84,8 +84,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         shuffle_seed: int | None = None,
         stop_on_bad_line: bool = False,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "shuffle_seed", "stop_on_bad_line"))
-        self._set_shuffle(shuffle_files, shuffle_seed)
+        super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:

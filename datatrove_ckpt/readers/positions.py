@@ -144,7 +144,10 @@ class Reading:
         self._resumed |= number == resuming
         self._skipped_a_reader |= number < resuming
         state = self._state if number == resuming else None
-        start = ReaderStart(number, state, self._earlier, self._finished_digest(number, resuming))
+        start = ReaderStart(number, state, self._earlier)
+        if number < resuming:
+            earlier = (self._state or {}).get("earlier", [])
+            start.finished_digest = str(earlier[number]) if number < len(earlier) else ""
         start.skipped = saved_skipped(state) if state is not None else self.skipped
         start.share = self._share
         self.starts.append(start)
@@ -166,12 +169,6 @@ class Reading:
     def skipped(self) -> SkippedLines:
         """How many lines the readers have skipped so far, in this attempt and the earlier ones."""
         return self.starts[-1].skipped if self.starts else SkippedLines()
-
-    def _finished_digest(self, number: int, resuming: int) -> str | None:
-        if number >= resuming:
-            return None
-        earlier = (self._state or {}).get("earlier", [])
-        return str(earlier[number]) if number < len(earlier) else ""
 
     def __enter__(self) -> Reading:
         _thread.readings.append(self)

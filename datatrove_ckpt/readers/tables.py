@@ -175,7 +175,9 @@ class _TableReader(SeekingReader):
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)
             if row_shard != ALL_ROWS:
-                rows, batch = _take_shard(rows, batch, group, row_shard)
+                index, count = row_shard
+                first = (index - group - row) % count
+                rows, batch = rows[first::count], take_rows(batch, range(first, len(rows), count))
             first_number = number if row_shard == ALL_ROWS else None
             documents = self._convert(batch, rows, name, group, first_number)
             for document, row in documents:
@@ -247,8 +249,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "shuffle_seed"))
-        self._set_shuffle(shuffle_files, shuffle_seed)
+        super().__init__(**datatrove_arguments(locals()))
 
     @contextmanager
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
@@ -346,8 +347,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "shuffle_seed"))
-        self._set_shuffle(shuffle_files, shuffle_seed)
+        super().__init__(**datatrove_arguments(locals()))
 
     def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:
         """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
@@ -397,10 +397,3 @@ def _check_end_of_stream(file: IO[bytes]) -> None:
     file.seek(max(0, size - len(_END_OF_STREAM)))
     if file.read() != _END_OF_STREAM:
         raise EOFError("the end of its stream is missing")
-
-
-def _take_shard(rows: Sequence[int], batch: Batch, group: int, row_shard: RowShard) -> tuple[Sequence[int], Batch]:
-    index, count = row_shard
-    first = (index - group - rows[0]) % count
-    chosen = rows[first::count]
-    return chosen, take_rows(batch, range(first, len(rows), count))

@@ -10,7 +10,7 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
-from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.interface import Document, Generate, InferenceResult, Payload, Rollout, chat
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
@@ -18,7 +18,9 @@ __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
     "CompletionRollout",
+    "Document",
     "Generate",
+    "InferenceResult",
     "InvalidAnswer",
     "Payload",
     "PromptRollout",

@@ -29,14 +29,13 @@ class BestOfRollout(PromptRollout):
 
     Attributes:
         candidates: answers per document.
-        judge_prompt: a user message that is sent once for each candidate, which takes the place of ``{answer}``; the
-            other names and the limits are those of ``prompt``. The first number in the judge's answer is the
-            candidate's score, and the highest wins, the first one of several. None: the answer that is given most
-            often wins.
+        judge_prompt: a user message that is sent once for each candidate, as ``{answer}``. The first number in the
+            judge's answer is its score; the highest wins, the first one of several. None: the most frequent answer
+            wins.
         judge_params: payload keys of the judge's requests; they override ``default_generation_params``. None: a
             temperature of 0.
-        vote_pattern: a regular expression. What its last match in an answer says is voted on, instead of the whole
-            answer: its first group if it has one.
+        vote_pattern: a regular expression. Its last match in an answer (its first group, if it has one) is voted on,
+            instead of the whole answer.
 
     All other settings are those of PromptRollout. Invalid answers are no candidates.
 

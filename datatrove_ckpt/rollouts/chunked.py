@@ -144,19 +144,17 @@ class ChunkedRollout(ReadyMade):
     word, a word that is too long anywhere.
 
     Attributes:
-        prompt: the user message, with the same names as in PromptRollout; ``{text}`` is the part.
-        system_prompt: the system message of each request, sent unchanged.
-        max_chars_per_part: longest part, in characters (about four per token in English).
+        prompt: the user message; ``{text}`` is the part.
+        system_prompt: the system message of each request.
+        max_chars_per_part: longest part, in characters.
         separator: text between the joined answers.
-        parallel: send the requests of all parts at once (True), or one after the other. With ``carry`` they are sent
-            one after the other.
+        parallel: send the requests of all parts at once, unless ``carry`` is set.
         generation_params: payload keys; they override ``default_generation_params``.
-        max_tokens_per_part: longest part, in tokens, instead of ``max_chars_per_part``; counted as in PromptRollout.
-        overlap_chars: characters of the end of a part with which the next one begins again, on top of its size. Where
-            an answer begins with the end of the one before it, the joined text has that once.
-        carry: what a part's request knows of the ones before it. None: nothing. "conversation": the last
-            ``carried_parts`` parts with their answers, as messages before its own. "continue": its message begins with
-            the part before, and the model continues that part's answer (vLLM and SGLang).
+        max_tokens_per_part: longest part, in tokens, instead.
+        overlap_chars: characters of a part's end with which the next one begins again. Where an answer begins with the
+            end of the one before it, the joined text has that once.
+        carry: what a part's request knows of the ones before it. "conversation": the last ``carried_parts``, with their
+            answers, as messages. "continue": the part before; the model continues its answer (vLLM and SGLang).
         carried_parts: parts that a conversation goes back.
 
     ``prompt_column``, ``tokenizer``, ``tokenizer_revision``, ``chars_per_token`` and ``generation_config`` are those of

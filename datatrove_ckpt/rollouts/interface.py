@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
-from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceResult
+if TYPE_CHECKING:  # datatrove has no types
+
+    class Document(Protocol):
+        """What a rollout receives: datatrove's Document."""
+
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+        text: str
+        id: str
+        media: list[Any]
+        metadata: dict[str, Any]
+
+    class InferenceResult(Protocol):
+        """What ``generate`` returns: datatrove's InferenceResult. ``usage``: numbers of tokens, as the server says."""
+
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+        text: str
+        reasoning: str | None
+        finish_reason: str
+        usage: dict[str, Any]
+
+else:
+    from datatrove.data import Document
+    from datatrove.pipeline.inference.types import InferenceResult
 
 Payload: TypeAlias = dict[str, Any]
 """The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
@@ -46,7 +67,7 @@ async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return results
+    return cast("list[InferenceResult]", results)
 
 
 def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:

@@ -33,31 +33,28 @@ class PromptRollout(OneRequest):
     """One chat message per document, made from a template.
 
     Attributes:
-        prompt: the user message; ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` (for any key of the metadata)
-            are filled in from the document. Or a template as in datatrove's examples, with ``[[DOCUMENT]]`` for the
-            text; its braces have no meaning.
-        system_prompt: the system message, sent unchanged: nothing is filled in.
-        generation_params: payload keys such as ``temperature``; they override ``default_generation_params``.
-        max_chars: longest user message, in characters; None: no limit. The text of a longer one is cut, after a line if
-            there is one, so that the rest of the template stays.
-        prompt_column: metadata key whose value takes the place of the document's text. A list of messages (there, or as
-            the document's text) is sent as it is, after ``system_prompt`` unless it has one of its own.
+        prompt: the user message, with ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` of the document. Or with
+            ``[[DOCUMENT]]`` for the text: then braces have no meaning.
+        system_prompt: the system message, sent unchanged.
+        generation_params: payload keys; they override ``default_generation_params``.
+        max_chars: longest user message, in characters. The text is cut, after a line if there is one.
+        prompt_column: metadata key whose value takes the text's place. A list of messages is sent as it is, after
+            ``system_prompt`` unless it has one of its own.
         generation_config: "auto": the sampling parameters that the model's ``generation_config.json`` recommends, below
-            all others. Or the name or path of another model.
-        chars_per_token: characters that a token has on average: an estimate instead of a tokenizer.
-        tokenizer: what counts tokens: name or path of a model with a ``tokenizer.json``. None: the model's own.
-        tokenizer_revision: branch, tag or commit of the tokenizer on the hub.
-        max_prompt_tokens: longest system and user message together, in tokens; the text is cut like that of
-            ``max_chars``. "auto": what ``model_max_context`` leaves beside ``max_tokens`` and 64 tokens for the chat
-            template. Lists of messages are not cut.
+            all others. Or another model.
+        chars_per_token: characters of a token: an estimate instead of a tokenizer.
+        tokenizer: name or path of a model with a ``tokenizer.json``. None: the model's own.
+        tokenizer_revision: its branch, tag or commit on the hub.
+        max_prompt_tokens: longest system and user message together, in tokens; the text is cut, a list of messages is
+            not. "auto": what ``model_max_context`` leaves beside ``max_tokens`` and 64 for the chat template.
         json_schema: the answer is JSON of this schema.
         regex: the answer matches this regular expression as a whole.
         choice: the answer is one of these texts.
-        answer_attempts: attempts to get an answer of that form. Each further one is a new sample, so the temperature
-            should not be 0.
+        answer_attempts: attempts to get an answer of that form, each a new sample: the temperature should not be 0.
         show_error: a further attempt shows the model its answer and what is wrong with it.
         invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives None.
-        engine: whose request fields to use for the form. None: those of the run's ``server_type``.
+        engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or "none". None: those
+            of the ``server_type``.
 
     Raises:
         ConfigError: a template that cannot be filled in, a generation parameter that is not one, ``max_chars`` that
@@ -104,7 +101,7 @@ class CompletionRollout(OneRequest):
     """One plain completion per document, for base models and servers with ``use_chat: false``.
 
     Attributes:
-        prompt: the text that the model continues, with the same names as in PromptRollout.
+        prompt: the text that the model continues, with the same names.
         generation_params: payload keys such as ``max_tokens``; they override ``default_generation_params``.
 
     The other settings are those of PromptRollout, without ``system_prompt`` and ``max_chars``.

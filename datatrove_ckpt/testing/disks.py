@@ -170,11 +170,9 @@ class PowerLossDisk(CrashingDisk):
 
     def __init__(self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
         super().__init__(crash_at, folder, torn, counted)
-        self._now: Names = {}
-        self._durable: Names = {}
-        for path in folder.rglob("*"):
-            self._now[path] = None if path.is_dir() else _File(path.read_bytes())
-        self._durable.update(self._now)
+        found = folder.rglob("*")
+        self._now: Names = {path: None if path.is_dir() else _File(path.read_bytes()) for path in found}
+        self._durable = dict(self._now)
 
     def before(self, name: str, args: Arguments, label: str) -> None:
         if self.crashed_at is None and (name == "rename" or len(self.happened) == self._crash_at):

@@ -344,7 +344,7 @@ def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Messag
 
 def _message(buffer: bytes) -> tuple[int, int, int, bool]:
     """Kind, rows and bytes of what follows, and whether it is compressed. Only a record batch has rows."""
-    root = _root(buffer)
+    root = int(struct.unpack_from("<I", buffer)[0])
     kind = _number("<B", buffer, _field(buffer, root, 1))
     rows, compressed = 0, False
     if kind == _RECORD_BATCH:
@@ -353,10 +353,6 @@ def _message(buffer: bytes) -> tuple[int, int, int, bool]:
         rows = _number("<q", buffer, _field(buffer, header, 0))
         compressed = _field(buffer, header, 3) > 0
     return kind, rows, _number("<q", buffer, _field(buffer, root, 3)), compressed
-
-
-def _root(buffer: bytes) -> int:
-    return int(struct.unpack_from("<I", buffer)[0])
 
 
 def _field(buffer: bytes, table: int, number: int) -> int:

@@ -39,7 +39,6 @@ from datatrove_ckpt.torch.epoch import (
     Sharding,
     StreamEpoch,
     is_stream_state,
-    make_order,
     parse_window,
     start_state,
 )
@@ -177,18 +176,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             )
         rows = Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
         return -(-rows // self.settings.batch) if self.arrays else rows
-
-    @property
-    def shuffle_bytes(self) -> int:
-        """How many bytes of rows are open at once, as the files have them: in a worker that reads alone.
-
-        With n workers in sum each has a part of them, down to one n-th.
-        """
-        if self._index is None or self.settings.seed is None:
-            return 0
-        table, window = self._index.table, self.settings.window
-        most = make_order(table, self.settings, 0, 0).largest_window
-        return most if window.rows is None else most * int(table.bytes.sum()) // max(1, table.total)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
@@ -338,11 +325,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             return
         if state is not None and int(state["epoch"]) == epoch and self._has_ended(state):
             self._shared.note_resumed_at_end(number)
-        elif state is None and self._shared.resumed_at_end(number, slot.workers):
-            raise CheckpointMismatch(
-                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all of the epoch would "
-                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before each."
-            )
+        elif state is None and (again := self._shared.comes_again(self, epoch, number, slot.workers)) is not None:
+            raise again
 
     def _has_ended(self, state: State) -> bool:
         if self._index is None or is_stream_state(state):
@@ -410,12 +394,7 @@ def _restore_own(loader: Any, states: list[Any]) -> int:
 
 def _is_own(state: Any, those: list[DatasetState], dataset: Any, workers: int) -> bool:
     """Whether this rank's loader made the state, with the same topology."""
-    settings = dataset.settings
+    own = (dataset.rank, dataset.world_size, max(1, workers), dataset.settings.batch, dataset.settings.even)
     return ("_snapshot" if workers else "_num_yielded") in state and all(
-        one.slot is not None
-        and one.slot.rank == dataset.rank
-        and one.slot.world_size == dataset.world_size
-        and one.slot.workers == max(1, workers)
-        and (one.batch, one.even) == (settings.batch, settings.even)
-        for one in those
+        one.slot and (one.slot.rank, one.slot.world_size, one.slot.workers, one.batch, one.even) == own for one in those
     )

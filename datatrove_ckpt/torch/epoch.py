@@ -175,7 +175,7 @@ class StreamEpoch(Iterator[Any]):
     """One iteration over a share.
 
     Raises:
-        CheckpointMismatch: the state was made by another slot, or with another seed.
+        CheckpointMismatch: the state was made by another slot.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class StreamEpoch(Iterator[Any]):
         index, count = slot.rank * slot.workers + slot.worker, slot.world_size * slot.workers
         position = then and then["reader"]
         if then is not None:
-            _check(then, seed, slot, index, count)
+            _check(then, slot, index, count)
         self._files = _files(reader, then and then.get("files"))
         if position is not None:
             self._reader.load_state_dict(position)
@@ -241,12 +241,7 @@ def _files(reader: SeekingReader, then: State | None) -> State | None:
     return inputs.digest(len(inputs.names)).state()
 
 
-def _check(then: State, seed: int | None, slot: Slot, index: int, count: int) -> None:
-    if then["shuffle_seed"] != seed:
-        raise CheckpointMismatch(
-            f"The state was made with shuffle_seed={then['shuffle_seed']}, and this is {seed}. Use the same, or start "
-            "without the state."
-        )
+def _check(then: State, slot: Slot, index: int, count: int) -> None:
     shard: list[Any] = (then["reader"] or {}).get("shard", [index, count])
     made_by: object = Slot(*then["slot"]) if "slot" in then else f"share {shard[0]} of {shard[1]}"
     if shard[:2] != [index, count] or ("slot" in then and made_by != slot):

@@ -42,9 +42,12 @@ class Index:
         self.blocks = BlockInput(reader)
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
-        self._inputs = self.blocks._inputs
-        files = self._inputs.digest(len(self._inputs.names)).state()
-        own = {"skip": reader.skip, "limit": reader.limit, "content": self._content()}
+        self._inputs = inputs = self.blocks._inputs
+        files = inputs.digest(len(inputs.names)).state()
+        # How the files are sampled, and a hash of the samples: of the ETags of remote files, which cost nothing.
+        samples = "\n".join(map(inputs.sample, range(len(inputs.names))))
+        content = ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest(samples.encode())]
+        own = {"skip": reader.skip, "limit": reader.limit, "content": content}
         self.state: State = {"files": files, "rows": self.table.total, "blocks": self.table.hash} | own
         """Which files and rows these are: names, sizes and samples of all, and the number of rows of each block."""
 
@@ -73,12 +76,6 @@ class Index:
                 "The input has changed: the files have the same names, sizes and numbers of rows as when the state was "
                 f"made, but the content of one is another. {remedy()}"
             )
-
-    def _content(self) -> list[str]:
-        """How the files are sampled, and a hash of the samples: of the ETags of remote files, which cost nothing."""
-        inputs = self._inputs
-        samples = map(inputs.sample, range(len(inputs.names)))
-        return ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest("\n".join(samples).encode())]
 
 
 @dataclass(frozen=True, slots=True)

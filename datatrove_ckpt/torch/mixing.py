@@ -60,7 +60,7 @@ class Mix(StatefulWrapper):
         self.weights = [float(weight) for weight in weights]
         self.seed = seed
         self.at_end = at_end
-        self._warned: set[int] = set()
+        self.warned: set[int] = set()  # sources that gave no sample: one warning of each in a process
 
     def __len__(self) -> int:
         """The number of samples of an epoch, if all are read once.
@@ -100,13 +100,6 @@ class Mix(StatefulWrapper):
         if state is not None:
             one.iterable.load_state_dict(state)
         one.iterator = iter(one.iterable)
-
-    def note_empty(self, number: int) -> None:
-        """A source has ended, and gave nothing. A warning, once in each process."""
-        if number not in self._warned:
-            self._warned.add(number)
-            what = "so the epoch ends there" if self.at_end == "stop" else "so the others are read alone"
-            logger.warning(f"Source {number} of Mix ({type(self._sources[number]).__name__}) gave no sample, {what}.")
 
 
 _KEPT = ("passes", "has_given", "has_ended", "is_live")
@@ -176,8 +169,10 @@ class Mixing(Iterator[Any]):
     def _end(self, source: _Source) -> None:
         """A source gave no more samples. The same number is drawn again, from what is there now."""
         source.has_ended = True
-        if not source.has_given:
-            self._mix.note_empty(source.number)
+        if not source.has_given and source.number not in self._mix.warned:
+            self._mix.warned.add(source.number)
+            what = "so the epoch ends there" if self._mix.at_end == "stop" else "so the others are read alone"
+            logger.warning(f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample, {what}.")
         if self._mix.at_end == "stop":
             self.finished = True
         elif self._mix.at_end == "drop" or not source.has_given:

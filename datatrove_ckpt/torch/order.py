@@ -64,11 +64,9 @@ class Topology:
 
     @property
     def slots(self) -> int:
+        """How many workers there are. They are numbered in the order in which they get samples: all ranks' first ones,
+        then all ranks' second ones."""
         return self.ranks * self.workers
-
-    def slot(self, rank: int, worker: int) -> int:
-        """Slots in the order in which they get samples, so that those that are ahead come first."""
-        return worker * self.ranks + rank
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
         """How many of ``rows`` rows a rank gets."""
@@ -266,8 +264,6 @@ class Share:
         self.rows = int(pieces.rows.sum())
         self._cuts = _cut_windows(weights, limit)
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1] if len(self._cuts) > 1 else np.zeros(0, int)
-        sums = np.add.reduceat(weights, self._cuts[:-1]) if len(weights) else np.zeros(1, int)
-        self.largest_window = int(sums.max())
 
     def window_of(self, rows: Numbers) -> Numbers:
         """The numbers of the windows in which these rows of the share are."""
@@ -286,24 +282,15 @@ class Share:
 
 
 class EpochOrder:
-    """All canonical shares of an epoch, and where each position is in them."""
+    """All canonical shares of an epoch, and where each position is in them.
+
+    Shares take turns, one row each. A share that has ended is left out from then on.
+    """
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self.shares = shares
         lengths = np.array([share.rows for share in shares], dtype=np.int64)
         self.rows = int(lengths.sum())
-        self.locate = _Turns(lengths).locate
-
-    @property
-    def largest_window(self) -> int:
-        """What all open windows take together at most, in the window's unit: held by a worker that reads alone."""
-        return sum(share.largest_window for share in self.shares)
-
-
-class _Turns:
-    """Shares take turns, one row each. A share that has ended is left out from then on."""
-
-    def __init__(self, lengths: Numbers) -> None:
         self._levels = np.unique(np.concatenate([[0], lengths]))
         self._active = [np.flatnonzero(lengths > level) for level in self._levels[:-1]]
         counts = np.array([len(active) for active in self._active], dtype=np.int64)

@@ -165,7 +165,7 @@ class StatefulWrapper(_Iterable):
             self._shared.note_resumed_at_end(worker[0])
             running = NoSamples(state=state)
         else:
-            again = self._comes_again(state, epoch, worker)
+            again = None if state is not None else self._shared.comes_again(self, epoch, *worker)
             running = self._iteration(epoch, worker, state) if again is None else NoSamples(again)
         self._running = epoch, worker, running
         return self._iterations.begin(running)
@@ -214,16 +214,6 @@ class StatefulWrapper(_Iterable):
                 )
         self._next_state = state_dict
         self._iterations.forget()
-
-    def _comes_again(self, state: State | None, epoch: int, worker: tuple[int, int]) -> CheckpointMismatch | None:
-        """The error, if an epoch that was at its end would be given once more. See ``ReaderDataset``."""
-        if state is not None or not self._shared.epoch_was_set or not self._shared.resumed_at_end(*worker):
-            return None
-        return CheckpointMismatch(
-            f"The state of {type(self).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
-            f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
-            "each."
-        )
 
     def _check_place(self, state: State, epoch: int, worker: tuple[int, int]) -> None:
         name = type(self).__name__
@@ -321,11 +311,18 @@ class Shared:
         """A state of the end of the current epoch was resumed: nothing is left of the epoch."""
         self._numbers[self._cell(worker) + 2 * (_CELLS + 1)] = self._numbers[_EPOCH_CALLS] + 1
 
-    def resumed_at_end(self, worker: int | None, workers: int) -> bool:
-        """Whether all workers have done that in the current epoch."""
+    def comes_again(self, owner: object, epoch: int, worker: int | None, workers: int) -> CheckpointMismatch | None:
+        """The error, if all workers have done that in the current epoch, and all of it would be given once more."""
         numbers = [None] if worker is None else range(workers)
         now = int(self._numbers[_EPOCH_CALLS]) + 1
-        return all(int(self._numbers[self._cell(number) + 2 * (_CELLS + 1)]) == now for number in numbers)
+        ended = all(int(self._numbers[self._cell(number) + 2 * (_CELLS + 1)]) == now for number in numbers)
+        if not self.epoch_was_set or not ended:
+            return None
+        return CheckpointMismatch(
+            f"The state of {type(owner).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
+            f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
+            "each."
+        )
 
     @property
     def workers_read(self) -> bool:

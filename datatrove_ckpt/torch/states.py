@@ -192,20 +192,19 @@ def merge_states(states: Sequence[DatasetState]) -> DatasetState:
     if first.slot is None or first.topology is None:
         return first  # merged before, and the same for all
     topology = first.topology
-    counts: list[int | None] = [None] * topology.slots
+    samples: dict[Slot | None, int] = {}
     for state in states:
-        assert state.slot is not None
-        number = topology.slot(state.slot.rank, state.slot.worker)
-        if counts[number] is not None:
+        if state.slot in samples:
             raise CheckpointMismatch(f"There are two states of {state.slot}. Give one state of each rank.")
-        counts[number] = state.samples
-    for rank in range(topology.ranks):
-        for worker in range(topology.workers):
-            if counts[topology.slot(rank, worker)] is None:
-                slot = Slot(rank, topology.ranks, worker, topology.workers)
-                raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")
+        samples[state.slot] = state.samples
+    slots = [
+        Slot(n % topology.ranks, topology.ranks, n // topology.ranks, topology.workers) for n in range(topology.slots)
+    ]
+    for slot in slots:
+        if slot not in samples:
+            raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")
     _check_steps(states, topology)
-    last = Round(topology, tuple(count or 0 for count in counts))
+    last = Round(topology, tuple(samples[slot] for slot in slots))
     ended = all(state.has_ended() for state in states)
     return replace(first, done=(*first.done, last), slot=None, samples=0, skipped=0, batch=1, even=None, ended=ended)
 

@@ -1,4 +1,4 @@
-"""The benchmarks: ``python -m tests.bench.driver COMMAND``; docs/benchmarks.md lists the commands.
+"""The benchmarks: ``python -m tests.bench.driver COMMAND``; docs/internals/benchmarks.md lists the commands.
 
 Figures of a busy machine are noise. What counts are ratios of runs that followed each other, so systems run in turn,
 each in a fresh process, several times, and medians are printed.
@@ -66,7 +66,7 @@ class Bench:
         return self.run(system, documents, latency, input=count, stop_after=documents, concurrency=concurrency)
 
     def report(self) -> None:
-        """The table of docs/benchmarks.md, and README's figures."""
+        """The table of docs/internals/benchmarks.md, and README's figures."""
         from tests.bench.report import write_report
 
         write_report(self)

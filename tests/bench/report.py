@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md and README's figures: measured together, in some twelve minutes.
+"""The table of docs/internals/benchmarks.md and README's figures: measured together, in some twelve minutes.
 
 The table, and README's figures, which are taken from it, stand between two comments.
 """
@@ -15,10 +15,10 @@ from tests.bench.measure import ROOT, Result, interleaved, median, ratio, wrong
 if TYPE_CHECKING:
     from tests.bench.driver import Bench
 
-TABLE = ROOT / "docs/benchmarks.md"
+TABLE = ROOT / "docs/internals/benchmarks.md"
 README = ROOT / "README.md"
 _START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
-_LINK = "https://github.com/datatrove-ckpt/datatrove-ckpt/blob/main/docs/benchmarks.md"
+_LINK = "https://github.com/datatrove-ckpt/datatrove-ckpt/blob/main/docs/internals/benchmarks.md"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
 Results = dict[str, list[Result]]
 

@@ -57,7 +57,7 @@ def job(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def examined(job: Path, command: Command) -> Doctor:
     """``datatrove-ckpt doctor job.yaml ...`` in the job's folder; gives what it says, by what was checked."""
-    return lambda *arguments, code=0: doctor_lines(command("doctor", "job.yaml", *arguments, code=code).out)
+    return lambda *arguments, code=0: doctor_lines(command("doctor", "job.yaml", "--all", *arguments, code=code).out)
 
 
 def names(folder: Path) -> list[str]:
@@ -78,6 +78,17 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tm
     assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: all 2 documents read, ")
     assert said["server, ready"] == "ok: everything that dummy needs is installed here."
     assert names(tmp_path) == before
+
+
+def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job: Path, command: Command) -> None:
+    changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=job.yaml/x")
+    lines = command("doctor", "job.yaml", *changes, code=1).out.splitlines()
+    states = [line.split()[0] for line in lines[:-1]]
+    every = command("doctor", "job.yaml", *changes, "--all", code=1).out.splitlines()
+    assert {*states} == {"warning", "problem"}
+    assert states == sorted(states, reverse=True)
+    assert every[-len(lines) :] == lines
+    assert {line.split()[0] for line in every[: -len(lines)]} == {"ok"}
 
 
 def test_it_prints_json_and_takes_overrides(job: Path, command: Command) -> None:

@@ -41,7 +41,7 @@ def found(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server:
     Path("job.yaml").write_text(JOB.replace("URL", server.url))
 
     def run(*arguments: str) -> dict[str, tuple[str, str]]:
-        said = command("doctor", "job.yaml", *arguments, code=None)
+        said = command("doctor", "job.yaml", "--all", *arguments, code=None)
         assert "Traceback" not in said
         checks = {name: line.partition(": ")[::2] for name, line in doctor_lines(said.out).items()}
         assert len(checks) == len(said.out.splitlines()) - 1

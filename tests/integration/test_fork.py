@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -359,7 +360,8 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     assert cost in said
     assert said.endswith("Nothing was done (--dry-run).\n")
     assert not Path("new").exists() or not list(Path("new").iterdir())
-    assert "Start the new run: datatrove-ckpt run job.yaml" in command("fork", "job.yaml", "job.yaml", *NEW).out
+    said = command("fork", "job.yaml", "job.yaml", *NEW).out
+    assert f"Start the new run: {shlex.join(['datatrove-ckpt', 'run', 'job.yaml', *NEW])}\n" in said
     command("run", "job.yaml", *NEW)
     assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}
 

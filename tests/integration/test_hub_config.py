@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from datatrove_ckpt.cli.yaml_config import read_config
+from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub

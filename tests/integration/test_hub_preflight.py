@@ -220,7 +220,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     writer = "class_path: HuggingFaceDatasetWriter\n            init_args: "
     writer += '{dataset: org/made, local_working_dir: work, output_filename: "data/${rank}_${chunk_index}.parquet"}'
     Path("job.yaml").write_text(f"{text[:start]}{writer}\n          {text[end:]}")
-    assert "there is no dataset repository org/made yet; a run makes it, private." in job("doctor")
+    assert "there is no dataset repository org/made yet; a run makes it, private." in job("doctor", "--all")
     said = job("run")
     assert any("made the private dataset repository org/made, which was not there" in line for line in log)
     assert hub.repo("org/made").private
@@ -236,7 +236,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
 
 def test_the_doctor_names_commits_files_and_room(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
-    said = doctor_lines(job("doctor", "--documents-per-second", "26").out)
+    said = doctor_lines(job("doctor", "--all", "--documents-per-second", "26").out)
     assert said["output, reachable"] == "ok: hf://datasets/org/data/part exists, and the token may write to it."
     assert said["output, commits"].startswith("ok: about 16 per hour: 1 task at once")
     assert said["output, files"] == "ok: about 2 files, up to 2 in a folder."

@@ -55,7 +55,7 @@ def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: Fak
     remove(hub, FILES[1])
     said = cli("run", "job.yaml", code=1)
     assert "00000_00001.jsonl is missing" in said
-    assert "datatrove-ckpt repair" in said
+    assert "datatrove-ckpt run job.yaml --repair" in said
     said = cli("verify", "checkpoints", code=1)
     assert "00000_00001.jsonl is missing" in said
     commits = len(hub.commits("org/data"))
@@ -231,3 +231,11 @@ def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: Fak
     make_incomplete()
     Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/new"))
     cli("run", "job.yaml", ACCEPTED)
+
+
+def test_output_on_the_hub_is_shown_and_not_started_over(cli: Cli) -> None:
+    cli("run", "job.yaml")
+    said = cli("show", "checkpoints", "--n", "9").out
+    assert [line for line in said.splitlines() if line.startswith("  text: ")] == [f"  text: {one}" for one in "abcd"]
+    assert " is not on this machine. Choose another run_folder " in cli("run", "job.yaml", "--start-over", code=2)
+    assert "--start-over" not in cli("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=New {text}", code=1).err

@@ -107,7 +107,7 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, server: FakeS
     job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
     job.checkpoints_local_dir = None
     job.run(documents(3))
-    found = samples((tmp_path / "a_00000.prom").read_text(), run="output")
+    found = samples((tmp_path / "a_00000.prom").read_text(), run=tmp_path.name)
     assert found["rank_documents written"] == found["documents_total"] == 3
     assert found["rank_state done"] == 1
 
@@ -176,7 +176,7 @@ def test_doctor_finds_a_missing_package(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    printed = command("doctor", "job.yaml", code=None).out
+    printed = command("doctor", "job.yaml", "--all", code=None).out
     assert "ok       monitoring, ready: everything that it needs is installed here." in printed
     monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
     said = command("doctor", "job.yaml", code=None).out

@@ -107,7 +107,7 @@ def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command)
     plan.write_bytes(ReshardPlan(4, 2, 1).to_json())
     printed = command("status", job.checkpoints).out
     assert f"was interrupted while it changed {job.checkpoints} from 4 to 2 tasks. Run it again (--tasks 2)" in printed
-    assert "Run the command that started it again" not in printed
+    assert "To resume" not in printed
 
 
 @pytest.mark.slow
@@ -116,10 +116,10 @@ def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command, fo
     new = elsewhere(job)
     fork(job.folder, new.folder)
     printed = command("status", new.checkpoints).out
-    assert f"{new.checkpoints} is a fork that has not started. Start it with `datatrove-ckpt run`." in printed
-    assert "started it again" not in printed
+    assert f"{new.checkpoints} is a fork that has not started. Start it: datatrove-ckpt run CONFIG" in printed
+    assert "To resume" not in printed
     new.stop_in_the_middle(2, some(job, 10), ranks=[1])
-    assert "Run the command that started it again" in command("status", new.checkpoints).out
+    assert "First correct what ended rank 1" in command("status", new.checkpoints).out
 
 
 def test_verify_compares_the_new_number_of_tasks_with_the_file(here: Path, command: Command) -> None:
@@ -231,7 +231,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
     path.unlink()
     if older:
         path.write_bytes(old)
-    said = r"shares\.json is (missing|older \(number 1\)), so nobody knows what each rank reads"
+    said = r"shares\.json is (missing|older \(number 1\)), so it is not known what each rank reads"
     starts: list[Callable[[], object]] = [
         lambda: job.executor(3).run(),
         lambda: job.executor(2).run(),

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import make_executor
+from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output, stands_elsewhere
 from datatrove_ckpt.output.names import STAGING
@@ -47,7 +47,9 @@ def job(here: Path, server: FakeServer) -> Path:
 
 def follow_advice(message: str, command: Command) -> None:
     """Runs the command that the message names, and the same run again."""
-    found = re.search(r"datatrove-ckpt (repair .*?), then run the same command again", message)
+    found = re.search(
+        r"datatrove-ckpt (run job.yaml --repair|repair .*?(?=, then run the same command again))", message
+    )
     assert found, message
     command(*shlex.split(found[1]))
     command("run", "job.yaml")
@@ -92,11 +94,33 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
     asked = server.asked.total()
     said = command("run", "job.yaml", code=1).error
     assert message in said
-    assert f"--logging-dir {job}/logs" in said
+    assert f"--logging-dir {job}/logs" in said or "made again: datatrove-ckpt run job.yaml --repair. " in said
     assert server.asked.total() == asked
     follow_advice(said, command)
     assert outputs(job / "output") == before
     command("verify", "checkpoints", "--full")
+
+
+@pytest.mark.parametrize("answer", ["", "n", "y"])
+def test_run_with_repair_says_what_it_will_do_and_asks_on_a_terminal(
+    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: bool(answer))
+    command("run", "job.yaml", "--repair")  # nothing has begun
+    assert command("run", "job.yaml", "--repair").out.count("\n") == 1, "nothing to repair"
+    before = outputs(job / "output")
+    cut(job)
+    said = command("run", "job.yaml", "--repair", code=1 if answer == "n" else 0)
+    assert said.out.startswith("rank 0, chunk 1: take back its commit, to have 2 documents processed again; remove ")
+    assert f"rank 0: remove {job}/logs/completions/00000, so that the executor runs it again\n" in said.out
+    assert asked == (["Repair this, and run? [y/N] "] if answer else [])
+    if answer == "n":
+        assert said.error == "error: Nothing was changed, and nothing was started."
+        command("run", "job.yaml", "--repair", code=1)
+    else:
+        assert outputs(job / "output") == before
 
 
 def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything(
@@ -551,7 +575,7 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     assert f"00000/commits.jsonl holds {lines} commits" in said
     assert proof in said
     assert "elete" not in said
-    assert f"repair {job}/checkpoints --logging-dir {job}/logs, then run the same" in said
+    assert "If there is none: datatrove-ckpt run job.yaml --repair" in said
     assert outputs(job / "output") == before
     follow_advice(said, command)
     assert outputs(job / "output") == before

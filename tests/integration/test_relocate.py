@@ -81,7 +81,7 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_pa
 
 def starts(folder: Path) -> int:
     checkpoints = folder / "checkpoints"
-    return read_run_state(Place(str(checkpoints), checkpoints, "")).together.attempts
+    return read_run_state(Place(str(checkpoints), checkpoints, [])).together.attempts
 
 
 def test_a_dry_run_changes_nothing_and_what_was_relocated_can_be_relocated_back(

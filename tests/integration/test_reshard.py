@@ -288,7 +288,7 @@ def test_afterwards_only_the_new_number_of_tasks_runs_on_the_same_files_with_its
         job.executor(3).run()
     late.unlink()
     shares = (job.checkpoints / "shares.json").rename(job.folder / "shares.json")
-    with pytest.raises(CheckpointMismatch, match=r"shares\.json is missing, so nobody knows what each rank reads"):
+    with pytest.raises(CheckpointMismatch, match=r"shares\.json is missing, so it is not known what each rank reads"):
         job.executor(3).run()
     shares.rename(job.checkpoints / "shares.json")
     job.finish(3)
@@ -401,7 +401,7 @@ def test_a_chunk_that_is_lost_of_a_task_that_there_is_no_more_is_dealt_out(job: 
     job.reshard(4, 2)
     lost = min(path.name for path in (job.folder / "output").glob("00003_*"))
     lose_a_chunk(job, lost)
-    with pytest.raises(CheckpointMismatch, match=r"task 3 are to be made again.*reshard WHAT --tasks 2, then run"):
+    with pytest.raises(CheckpointMismatch, match=r"task 3 are to be made again.*reshard CONFIG --tasks 2, then run"):
         check_before_run(job.executor(2))
     with pytest.raises(CheckpointMismatch, match="task 3 are to be made again"):
         job.executor(2).run()

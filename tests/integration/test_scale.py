@@ -1,4 +1,4 @@
-"""What a job of many ranks must not do for each of them; docs/scale.md has the figures of 10,000."""
+"""What a job of many ranks must not do for each of them; docs/internals/scale.md has the figures of 10,000."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_resume_and_its_end_read_the_commits_of_a_rank_three_times(
 @pytest.mark.timeout(1800)
 @pytest.mark.real_process
 def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(tmp_path: Path) -> None:
-    """Four chunks each, of the 83 in docs/scale.md. Quadratic work would take a hundred times as long."""
+    """Four chunks each, of the 83 in docs/internals/scale.md. Quadratic work would take a hundred times as long."""
     costs = {}
     for ranks in (1_000, 10_000):
         (folder := tmp_path / str(ranks)).mkdir()

@@ -22,6 +22,7 @@ import pytest
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
 from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
+from datatrove_ckpt.cli.status import wrapped
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
@@ -29,6 +30,7 @@ from tests.jobs import documents, runner
 from tests.mirrors import Killed
 from tests.ptys import Terminal, on_terminal
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
 Said = Callable[..., Printed]
 MIN = 60.0
@@ -69,10 +71,10 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     text = said(tmp_path, code=1)
     lines = text.splitlines()
     states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
-    assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); newest word ")
+    assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); last change ")
     assert " about " in lines[1]
     assert "  dead " not in text, "a retry has written them"
-    assert "retries    3 dead letters retried, 3 of them written" in text
+    assert "retries    3 tries of dead letters, 3 of them written" in text
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
     kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
@@ -105,14 +107,14 @@ def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_pat
         dealt_anew(tmp_path / f"{begun}", begun)
         text = said(tmp_path / f"{begun}")
         assert share in text
-        assert "Run the command that started it again, with --executor.tasks=3: it goes on from here." in text
+        assert "To resume: the command that started it, with --executor.tasks=3" in text
 
 
 @pytest.mark.parametrize(
     ("damage", "said_of_it"),
     [
         (lambda root: (root / layout.SHARES).write_bytes(b"{}"), "shares.json cannot be read"),
-        (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so nobody knows"),
+        (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so it is not known"),
         (lambda root: shutil.rmtree(root / "00007"), "00007 is missing: it holds the commits of task 7"),
     ],
 )
@@ -122,7 +124,7 @@ def test_a_run_that_would_be_refused_is_not_said_to_go_on(
     dealt_anew(tmp_path, 3)
     damage(tmp_path)
     text = said(tmp_path, code=1)
-    assert ("No rank needs attention" in text, "it goes on from here" in text) == (False, False)
+    assert ("No rank needs attention" in text, "To resume" in text) == (False, False)
     assert said_of_it in text
     found = json.loads(said(tmp_path, "--json", code=1))
     validate(found)
@@ -151,10 +153,42 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert "  missing    not started: 2-9\n" in text
     assert "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while" in text
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
-    assert "Nothing runs, and the run is not finished. Run the command that started it again" in text
+    assert "Nothing runs, and the run is not finished. To resume: the command that started it" in text
     found = json.loads(said(tmp_path, "--json"))
     validate(found)
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
+
+
+ENDED = "ServerStartFailed: No endpoint was ready within 3 s:\n  http://a: refused\nCheck that the server runs."
+
+
+def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_after_it_is_corrected(
+    tmp_path: Path, said: Said
+) -> None:
+    then = time.time() - 30 * MIN
+    write_rank(tmp_path, 0, [start(then), minute(then, 0), failed(then, ENDED)], tasks=3)
+    lines = said(tmp_path).splitlines()
+    assert lines[-4].endswith("failed: 30 min ago on node7: ServerStartFailed: No endpoint was ready within 3 s:")
+    assert lines[-3:] == [
+        "      http://a: refused",
+        "    Check that the server runs.",
+        "Nothing runs. First correct what ended rank 0, or the same error comes again. To resume then: the command "
+        "that started it",
+    ]
+    assert max(map(len, wrapped(lines, 60))) <= 60
+    assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), "nothing is cut"
+
+
+def test_tasks_that_have_not_started_are_no_reason_to_run_the_command_again(tmp_path: Path, said: Said) -> None:
+    write_rank(tmp_path, 0, chunks=1, finished=True, tasks=10)
+    assert said(tmp_path).splitlines()[-1].startswith("Nothing runs at the moment. Of the ranks that have not started,")
+
+
+def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here: Path, said: Said) -> None:
+    write_rank(here / "ck", 0, chunks=1, tasks=1)
+    Path("job.yaml").write_text(job_yaml(ENDPOINT))
+    given = ("job.yaml", "--pipeline.1.checkpoints_local_dir=ck")
+    assert said(*given).splitlines()[-1].endswith(f"To resume: datatrove-ckpt run {' '.join(given)}")
 
 
 def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
@@ -279,7 +313,7 @@ def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> No
     write_rank(tmp_path, 0, chunks=2, finished=True)
     text = said(tmp_path, "--watch")
     (line,) = text.splitlines()
-    assert "20 documents, 1 finished, 0 in trouble, newest word " in line
+    assert "20 documents, 1 finished, 0 in trouble, last change " in line
     (line,) = said(tmp_path, "--watch", "--json").splitlines()
     validate(json.loads(line))
 

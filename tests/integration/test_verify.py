@@ -424,8 +424,8 @@ def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, name: st
     (tmp_path / "checkpoints").mkdir()
     text = said(name, tmp_path, code=2)
     assert text == (
-        f"error: {tmp_path}/checkpoints contains no checkpoint: there is no folder like 00000 in it. Give the folder "
-        "that checkpoints_local_dir names.\n"
+        f"error: {tmp_path}/checkpoints contains no checkpoint: there is no folder like 00000 in it. Give the "
+        "run_folder, or that of checkpoints_local_dir.\n"
     )
 
 
@@ -724,7 +724,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         retried.unlink()
         text = said("verify", job, code=1)
         assert text.startswith("retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing.")
-        assert "retries    4 dead letters retried, 4 of them written" in said("status", job)
+        assert "retries    4 tries of dead letters, 4 of them written" in said("status", job)
         assert "Run the pipeline again to process these chunks, as a retry of dead letters." in said("repair", job)
         retry(job, mended)
     assert outputs(job / "output") == made

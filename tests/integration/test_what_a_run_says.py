@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import connect
 from datatrove_ckpt.inference.servers.connect import ExternalServers
+from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import ask, config, documents, runner
-from tests.patience import ChangePolicy
+from tests.patience import ChangePolicy, until
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
@@ -41,6 +43,20 @@ def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path: Path, serve
         runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(documents(8))
     (said,) = [line for line in log if "Resuming" in line]
     assert "Resuming: 2 documents are done (0 in output files), 1 answer waits." in said
+
+
+def test_before_its_first_document_a_rank_reads_the_input_and_waits_for_no_server(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    states: list[str] = []
+
+    def slow() -> Iterator[Document]:
+        until(lambda: states)
+        yield from documents(1)
+
+    with reporting_to(lambda rank, progress: states.append(progress.state), below=False):
+        runner(tmp_path, server).run(slow())
+    assert states[0] == "reading the input"
 
 
 JOB = """

@@ -12,7 +12,8 @@ import pytest
 from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import read_config, read_value
+from datatrove_ckpt.cli.short_form import read_config
+from datatrove_ckpt.cli.yaml_config import read_value
 from tests.yaml_jobs import job_yaml, write_job
 
 _INFERENCE = "      - class_path: InferenceRunner\n"

@@ -30,6 +30,7 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.redaction import Key
+from tests.hub import FakeHub
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)
@@ -299,6 +300,16 @@ def test_remote_code_is_off_unless_asked_for() -> None:
 def test_a_missing_model_file_is_named(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_model_path(model)
+
+
+def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub: FakeHub) -> None:
+    hub.create_repo("o/m", "model")
+    with pytest.raises(ConfigError, match="needs a GGUF file, and the hub has none in o/m or o/m-GGUF"):
+        resolve_model_path("hf://o/m")
+    hub.create_repo("o/m-GGUF", "model")
+    hub.put("o/m-GGUF", {"m-f16.gguf": b"whole", "m-q4_k_m.gguf": b"small", "README.md": b""}, kind="model")
+    assert resolve_model_path("hf://o/m").read_bytes() == b"small"
+    assert resolve_model_path("hf://o/m-GGUF/m-f16.gguf").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("server_type", [name for name, engine in ENGINES.items() if engine.package])

@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from tests.histories import History, progress, read_history
+from tests.rank_folders import failed
 
 
 def records() -> list[Record]:
@@ -79,7 +80,10 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
     found = read_history(written(tmp_path / "history.jsonl", [event])).records[0]
     assert isinstance(found, ServerEvent)
     assert found.why.isprintable()
-    assert len(found.why) == 1000
+    assert len(found.why) == 4000
+    end = read_history(written(tmp_path / "history.jsonl", [failed(1.0, "E: a\n  b\x1b[2J")])).records[0]
+    assert isinstance(end, End)
+    assert end.what == "E: a\n  b [2J", "a cause of several lines is kept as it is"
 
 
 def test_the_share_of_an_input_is_none_where_its_size_or_the_position_is_not_known() -> None:

@@ -119,7 +119,13 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 def test_the_public_names_are_there_and_no_others() -> None:
     ours = {"CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor", "MonitoringConfig"}
-    assert set(datatrove_ckpt.__all__) == ours | {"InferenceError", "InferenceResult", "ServerError"}
+    assert set(datatrove_ckpt.__all__) == ours | {
+        "InferenceError",
+        "InferenceResult",
+        "RolloutFunction",
+        "ServerError",
+        "run",
+    }
     for name in datatrove_ckpt.__all__:
         assert getattr(datatrove_ckpt, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -15,7 +15,8 @@ from datatrove_ckpt.generation.rank import RankMessages
 def test_nothing_is_called_saved_that_is_not(full: bool, log: list[str]) -> None:
     checkpoint = SimpleNamespace(error=StorageFailed("The disk is full.") if full else None)
     shutdown = SimpleNamespace(cause="SIGTERM", seconds=1.0, given_up=0)
-    messages = RankMessages(3, "checkpoints", cast("Any", checkpoint), cast("Any", SimpleNamespace(documents=24)))
+    progress = cast("Any", SimpleNamespace(own=SimpleNamespace(documents=24)))
+    messages = RankMessages(3, "checkpoints", cast("Any", checkpoint), progress)
     messages.stopped(cast("Any", shutdown))
     saved = "saved: 24 documents of this run and every answer"
     assert (saved in log[-1]) is not full

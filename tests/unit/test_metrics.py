@@ -143,8 +143,9 @@ def test_a_run_is_named_after_its_folder() -> None:
     name_of_run = MonitoringConfig().name_of_run
     assert name_of_run(Path("/a/books/checkpoints"), "/a/books/output") == "books"
     assert name_of_run(Path("/a/books"), "") == "books"
+    assert name_of_run(Path("/a/books/ck"), "/a/books/out") == "books"
     assert name_of_run(Path("/checkpoints"), "") == "checkpoints"
-    assert name_of_run(None, "s3://bucket/books/") == "books"
+    assert name_of_run(None, "s3://bucket/books/") == name_of_run(None, "s3://bucket/books/output") == "books"
     assert MonitoringConfig(run_name="mine").name_of_run(Path("/a/books"), "") == "mine"
 
 

@@ -61,11 +61,26 @@ def test_the_version_is_the_installed_one() -> None:
 @pytest.mark.slow
 def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
-        "from datatrove_ckpt import InferenceConfig\nreveal_type(InferenceConfig('dummy'))\n"
+        "from datatrove_ckpt import InferenceConfig, run\n"
+        "from datatrove_ckpt.rollouts import Document, Generate\n"
+        "reveal_type(InferenceConfig('dummy', 'm'))\n"
+        "async def rollout(document: Document, generate: Generate) -> str:\n"
+        "    reveal_type(document.text)\n"
+        "    answer = await generate({'messages': document.txt})\n"
+        "    reveal_type(answer.finish_reason)\n"
+        "    return answer.usage\n"
+        "run(input='documents', rollout=rollout, model='m', run_folder='x')\n"
     )
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "job.py"]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "datatrove_ckpt.config.inference_config.InferenceConfig" in checked.stdout
+    found = [line.partition(": ")[2] for line in checked.stdout.splitlines()]
+    assert found[:5] == [
+        'note: Revealed type is "datatrove_ckpt.config.inference_config.InferenceConfig"',
+        'note: Revealed type is "str"',
+        'error: "Document" has no attribute "txt"; maybe "text"?  [attr-defined]',
+        'note: Revealed type is "str"',
+        'error: Incompatible return value type (got "dict[str, Any]", expected "str")  [return-value]',
+    ]
 
 
 @pytest.mark.real_process

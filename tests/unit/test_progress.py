@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.lines import unseal
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
-from datatrove_ckpt.generation.final_stats import fill_stats
+from datatrove_ckpt.generation.final_stats import RankNumbers
 
 
 def test_stats_are_equal_to_those_made_one_by_one() -> None:
@@ -44,13 +44,16 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
             ends = len(tokens) // 2, chance.randrange(2), chance.randrange(2)
             line = Finished(number, outcome, "", b"null", *totals, took, ends=ends).to_line()
             documents.append(Finished.from_body(unseal(line) or b"").took)
-            one_by_one.count(outcome, *totals, *ends)
-        counts.count_all(documents)
+            outcomes = [outcome == each for each in ("written", "dropped", "dead")]
+            one_by_one.add(DocumentCounts(1, *outcomes, *totals, *ends))
+        counts.count(documents)
         chunk.count(documents)
         work.add(WorkStats.from_json(chunk.to_json()))
     assert counts == one_by_one
     stats = Stats("ours")
-    fill_stats(stats, counts, work, Seconds(3.5, 4.5))
+    numbers = RankNumbers(0)
+    numbers.counts, numbers.work, numbers.seconds = counts, work, Seconds(3.5, 4.5)
+    numbers.fill(stats)
     assert stats.stats.pop("inference_time").total == 3.5
     assert stats.time_stats.total == 4.5
     assert stats.stats.keys() == expected.keys()

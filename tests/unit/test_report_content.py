@@ -125,7 +125,7 @@ def test_what_happened_is_put_on_one_axis(found: Page) -> None:
     assert lines(found)["Documents finished"]["documents"][-1] == 3 * 600 + 120
     assert list(lines(found)["Errors over time"]) == ["timeout: 40"]
     interruptions = table(found, "What interruptions cost")
-    killed = ["4 ranks: 0-3", "2026-09-21 14:13:20 UTC", "without a word", "n1", "6.7 min", "", "16"]
+    killed = ["4 ranks: 0-3", "2026-09-21 14:13:20 UTC", "killed", "n1", "6.7 min", "", "16"]
     assert interruptions.rows == [killed]
     assert interruptions.note.startswith("4 interruptions cost 6.7 min of ranks' time, and 16 requests sent again.")
     dead = [["RequestRejected: 400 too long", "4", "66.7 %"], ["ValueError: no", "2", "33.3 %"]]

@@ -127,7 +127,7 @@ def test_a_kill_costs_the_time_until_servers_are_ready_and_the_requests_in_fligh
     (found,) = interruptions("3", killed_once(), is_running=True)
     assert (found.name, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
     assert found.seconds == 190
-    assert (found.why, found.place) == ("without a word", "node7")
+    assert (found.why, found.place) == ("killed", "node7")
 
 
 def test_the_way_an_attempt_ended_is_told() -> None:
@@ -168,10 +168,10 @@ def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None
 
 
 def test_ranks_that_ended_together_are_one_interruption_whose_costs_are_added() -> None:
-    found = [Interruption((str(rank),), T + rank, "without a word", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
-    found += [Interruption(("0",), T + 30, "without a word", "n0", 10, None, 4)]
+    found = [Interruption((str(rank),), T + rank, "killed", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
+    found += [Interruption(("0",), T + 30, "killed", "n0", 10, None, 4)]
     found += [Interruption(("1",), T + 5, "stopped by SIGTERM", "n1", 20)]
-    found += [Interruption(("2",), T + 500, "without a word")]
+    found += [Interruption(("2",), T + 500, "killed")]
     killed, stopped, again, late = together(reversed(found))
     assert (killed.name, killed.place) == ("4 ranks: 0-3", "2 places: n0, ...")
     assert (killed.at, killed.away, killed.starting, killed.repeated) == (T, 40, 8, 16)

@@ -43,7 +43,7 @@ def hold() -> Iterator[Hold]:
 
 
 def read(root: Path, now: float = T, **place: Any) -> RunState:
-    return read_run_state(Place(str(root), root, str(root), **place), now)
+    return read_run_state(Place(str(root), root, [str(root)], **place), now)
 
 
 def read_one(root: Path, now: float = T) -> RankState:
@@ -87,7 +87,7 @@ def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_c
     assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
 
 
-WITHOUT_A_WORD = "attempt 1 ended without a word; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
+KILLED = "attempt 1 was killed, or its node was lost; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ WITHOUT_A_WORD = "attempt 1 ended without a word; its last line is 4 min old: pi
     [
         ([failed(T + 5 * MIN, "DiskFull: no room")], "failed", "4 min ago on node7: DiskFull: no room"),
         ([stopped(T + 5 * MIN)], "interrupted", "stopped by SIGTERM 4 min ago; what it did is saved"),
-        ([], "lost", WITHOUT_A_WORD),
+        ([], "lost", KILLED),
     ],
 )
 def test_a_rank_whose_attempt_ended_says_how(tmp_path: Path, ends: list[Record], state: str, reason: str) -> None:
@@ -202,8 +202,7 @@ def test_a_rank_whose_attempts_end_without_a_new_document_is_looping(
     assert (rank.state, rank.trouble) == ("running", trouble)
     if trouble is not None:
         assert rank.reason == (
-            "the last 39 attempts ended, 39 of them without a word, and no document was finished for 58.5 min; "
-            "attempt 40 runs"
+            "the last 39 attempts ended, 39 of them killed, and no document was finished for 58.5 min; attempt 40 runs"
         )
 
 
@@ -319,6 +318,45 @@ def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path: Path
     totals = read(tmp_path, T + 200).totals
     assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
     assert totals.time_left == pytest.approx(9000 / 5)
+
+
+def test_in_the_first_seconds_documents_are_counted_and_what_is_in_flight_is_not_known(
+    tmp_path: Path, hold: Hold
+) -> None:
+    for number in range(4):
+        history = [start(T), minute(T, 0, 20), minute(T + 10, 20, 20), done(T + 10)]
+        write_rank(tmp_path, number, history, chunks=2, finished=True, tasks=8)
+    for number in (4, 5):
+        first = [start(T + 10, host=HERE), minute(T + 10, 0)]
+        hold(write_rank(tmp_path, number, first, journal=8, tasks=8))
+    state = read(tmp_path, T + 14)
+    totals = state.totals
+    assert [rank.rates.documents for rank in state.ranks[4:]] == pytest.approx([2.0, 2.0])
+    assert totals.rates.documents == pytest.approx((80 + 16) / 14)
+    assert totals.as_of is None
+    assert (totals.position.done, totals.position.total) == (80 + 16, 160)
+    assert totals.time_left == pytest.approx(64 / (96 / 14))
+
+
+def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 5, 10, 100)]))
+    assert read_one(tmp_path, T + 5 * MIN + 50).position == (75, 100, "rows"), "50 in the last line"
+
+
+def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
+    hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
+    hold(write_rank(tmp_path, 1, [start(T + 350, host=HERE), minute(T + 350, 0, 3600), minute(T + 360, 1, 3600)]))
+    state = read(tmp_path, T + 6 * MIN)
+    assert state.ranks[1].time_left is None
+    assert state.totals.time_left < 2 * 3600
+
+
+def test_ranks_of_one_document_are_not_slow(tmp_path: Path, hold: Hold) -> None:
+    for number in range(9):
+        history = [start(T), minute(T, 0), minute(T + 100 + number, 1), done(T + 100 + number)]
+        write_rank(tmp_path, number, history, finished=True, tasks=10)
+    hold(write_rank(tmp_path, 9, [start(T, host=HERE), *minutes(T, 6, 0)], tasks=10))
+    assert read(tmp_path, T + 6 * MIN).troubled == []
 
 
 def test_the_last_rank_decides_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:

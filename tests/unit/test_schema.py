@@ -68,6 +68,13 @@ def test_what_run_takes_fits(old: str, new: str) -> None:
     assert mistakes(read_value(JOB.replace(old, new, 1))) == []
 
 
+def test_the_short_form_fits_and_its_mistakes_are_named() -> None:
+    job = {"run_folder": "x", "input": "d", "prompt": "{text}", "model": "m", "max_tokens": 5, "limit": 3}
+    assert mistakes({**job, "slurm": {"partition": "gpu"}, "records_per_chunk": 10}) == []
+    assert mistakes({**job, "max_token": 5}) != []
+    assert mistakes({**job, "limit": "many"}) != []
+
+
 READ, RUNNER = "pipeline[0]", "pipeline[1].init_args"
 
 

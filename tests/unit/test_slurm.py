@@ -19,7 +19,8 @@ from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import build, load, read_config
+from datatrove_ckpt.cli.short_form import read_config
+from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from tests.hub import FakeHub
 
@@ -192,7 +193,8 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
         assert run("--executor.tasks=5", *options) == 1
         printed = capsys.readouterr()
         assert "tasks: 3 -> 5" in printed.err
-        assert "reshard" in printed.err
+        assert "Go on with 3 tasks (--executor.tasks=3)" in printed.err
+        assert "CONFIG" not in printed.err
         assert "--array" not in printed.out
     shutil.rmtree("slurm_run/checkpoints")
     assert run("--executor.tasks=5") == 1

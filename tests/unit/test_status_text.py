@@ -72,3 +72,4 @@ def test_ranks_in_trouble_are_at_the_top_of_a_long_table_and_a_disk_that_cannot_
     assert "could not be read again: no network" in "\n".join(frame(run_of(1), 80, 24, PLAIN, "no network"))
     text = "\n".join(frame(run_of(100, troubled=1), 100, 24, PLAIN))
     assert text.index("   99  slow") < text.index("    0  running")
+    assert "  rank 99: slow: 0.1 documents/s; the median of 9 ranks is 1\n" in text, "the table may have cut it"

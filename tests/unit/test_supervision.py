@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import ENGINES
+from datatrove_ckpt.config import InferenceConfig, inference_config
+from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
 from datatrove_ckpt.inference.servers import gpu_slots
-from datatrove_ckpt.inference.servers.gpu_slots import visible_gpus
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.jobs import leased_gpus
@@ -217,7 +216,7 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(gpu_slots, "_DEV", tmp_path)
+    monkeypatch.setattr(inference_config, "_DEV", tmp_path)
     assert visible_gpus() == []
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

@@ -204,6 +204,21 @@ def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:
     assert progress.seconds_left == pytest.approx(88 * 200 / 12, rel=0.1)
 
 
+def test_the_first_answers_of_a_rank_are_no_pace(clock: Clock) -> None:
+    progress = RunProgress(ranks=100, clock=clock)
+    for number in range(50):
+        for second in range(11):
+            clock.now += 1
+            progress.update(number, rank(second * 100, second * 100)._replace(total=1000))
+            progress.sample()
+        progress.complete(number)
+    progress.update(50, rank(0, 0)._replace(total=1000))
+    clock.now += 1
+    progress.update(50, rank(1, 1)._replace(total=1000))
+    progress.sample()
+    assert progress.seconds_left == pytest.approx(50 * 11, rel=0.1), "at this pace it would take 1000 s"
+
+
 # The bar is the last line of a terminal, and everything else stands above it, whoever prints it ----------------------
 
 

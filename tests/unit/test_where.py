@@ -60,6 +60,36 @@ def test_a_folder_is_read_where_it_is(tmp_path: Path) -> None:
         assert (place.folder, place.what, place.is_copy) == (tmp_path, str(tmp_path), False)
 
 
+def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path) -> None:
+    rank(tmp_path / "checkpoints")
+    (tmp_path / "output").mkdir()
+    with open_place(str(tmp_path)) as place:
+        assert (place.folder, place.given) == (tmp_path / "checkpoints", [str(tmp_path)])
+        assert (place.output, place.logging_dir) == (f"{tmp_path}/output", None), "there are no logs"
+    rank(tmp_path)
+    with open_place(str(tmp_path)) as place:
+        assert (place.folder, place.output) == (tmp_path, None)
+
+
+def test_a_mirror_in_a_run_folder_is_read(tmp_path: Path) -> None:
+    mirror(f"{tmp_path}/checkpoints/00000", commits_jsonl=b"a\n")
+    with open_place(str(tmp_path)) as place:
+        assert (place.is_copy, place.what) == (True, f"{tmp_path}/checkpoints")
+
+
+def test_commands_on_a_file_name_it_with_the_overrides(tmp_path: Path) -> None:
+    rank(tmp_path / "c")
+    text = "Run: datatrove-ckpt reshard CONFIG --tasks 4, or datatrove-ckpt migrate CONFIG --from x"
+    given = ["--pipeline.1.checkpoints_local_dir=my c", "--executor.tasks=8"]
+    with open_place("job.yaml", config(str(tmp_path / "c")), overrides=given) as place:
+        assert place.said(text) == (
+            "Run: datatrove-ckpt reshard job.yaml '--pipeline.1.checkpoints_local_dir=my c' --tasks 4, or "
+            "datatrove-ckpt migrate job.yaml '--pipeline.1.checkpoints_local_dir=my c' --executor.tasks=8 --from x"
+        )
+    with open_place(str(tmp_path / "c")) as place:
+        assert place.said(text) == text
+
+
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
 def test_a_mirror_is_copied_and_the_copy_removed(tmp_path: Path, where: str) -> None:
     url = {"folder": str(tmp_path / "m"), "file://": f"file://{tmp_path}/m", "memory://": "memory://where/m"}[where]
@@ -140,7 +170,7 @@ def test_a_yaml_file_names_the_folder_the_tasks_and_the_logs(tmp_path: Path, mon
     found = config("$SCRATCH/checkpoints", tasks=7, logging_dir="logs")
     with open_place("job.yaml", found) as place:
         assert place.folder == tmp_path / "checkpoints"
-        assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", "job.yaml", False)
+        assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", ["job.yaml"], False)
 
 
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:

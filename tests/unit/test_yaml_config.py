@@ -15,6 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.fields import as_kept
+from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
@@ -67,11 +68,14 @@ def mistake(build_job: Build, *replacements: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_builds_and_begins_with_the_command_that_runs_it(path: Path) -> None:
+def test_every_config_builds_and_begins_with_the_command_that_runs_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
     head = path.read_text().split("executor:")[0]
     assert head.startswith("# ")
     assert f"#     datatrove-ckpt run configs/{path.name}" in head
-    executor = build(load(path))
+    executor = build(read_config(str(path), []))
     assert isinstance(executor.pipeline[-1], InferenceRunner)
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
@@ -82,10 +86,10 @@ def test_no_config_differs_from_the_run_that_it_makes(path: Path, monkeypatch: p
     """A YAML file is never called another run's because it says the same in another way."""
     monkeypatch.chdir(CONFIGS.parent)
     monkeypatch.syspath_prepend(str(CONFIGS))
-    executor = build(load(path))
+    executor = build(read_config(str(path), []))
     (step,) = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
     kept = as_kept(step.identity(executor.world_size).fields)
-    place = Place("checkpoints", Path(), str(path), tasks=executor.world_size, config=load(path))
+    place = Place("checkpoints", Path(), [str(path)], tasks=executor.world_size, config=read_config(str(path), []))
     assert config_differences(place, [kept]) == []
     assert config_differences(place, [kept | {"records_per_chunk": -1, "model": "x"}, kept]) == []
     (found,) = config_differences(place, [kept | {"tasks": 999}])
@@ -177,6 +181,12 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
          "prompt_column, generation_config, chars_per_token, tokenizer, tokenizer_revision, max_prompt_tokens, "
          "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine."),
+        (CONFIG, f"{CONFIG}\n          server_patience_seconds: 5",
+         f'{RUNNER}: unknown key "server_patience_seconds"; it belongs in config.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",
+         f'{RUNNER}.config: unknown key "skip_bad_requests"; it belongs beside config.'),
+        ("model_name_or_path: m}", "model_name_or_path: m, zzz: true}",
+         f'{RUNNER}.config: unknown key "zzz"; `datatrove-ckpt schema` prints all keys.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
         ("server_type: dummy", "server_type: vlm",
@@ -234,7 +244,11 @@ def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path)
         ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),
-        ("", 'job.yaml: must have the key "executor" at the top, with class_path and init_args.'),
+        (
+            "",
+            'job.yaml: must have the key "executor" at the top, with class_path and init_args; or those of the short '
+            "form: run_folder, input, prompt and model.",
+        ),
         ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; allowed are executor.'),
     ],
 )
@@ -247,6 +261,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(
         load("job.yaml")
     said = str(refused.value)
     assert said == message if message else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
+
+
+def test_texts_in_an_open_mapping_stay_texts(job: Build) -> None:
+    params = 'default_generation_params: {stop: "no", user: "1:00:00", n: 2}'
+    config = job(("server_type: dummy,", f"server_type: dummy, {params},")).pipeline[1].config
+    assert config.default_generation_params == {"stop": "no", "user": "1:00:00", "n": 2}
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

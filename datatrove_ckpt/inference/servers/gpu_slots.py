@@ -30,14 +30,12 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.node import end_leftovers, runtime_folder
 from datatrove_ckpt.redaction import HiddenDict
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_GPU_DEVICE = re.compile(r"nvidia\d+")
-_DEV = Path("/dev")
 # Seconds to wait for GPUs that others hold: an idle process keeps its servers for ``warm.IDLE_SECONDS``, and the server
 # of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
@@ -86,14 +84,6 @@ async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
     return leases
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
-    listed = os.environ.get(_VISIBLE)
-    if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
-
-
 async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
     visible = visible_gpus()
     ranks_share_them = config.engine.leases_gpus and os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
@@ -104,14 +94,14 @@ async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
     if needed > len(visible):
         raise ConfigError(
             f"replicas: {config.replicas} servers with tp * dp * pp = {each} need {needed} GPUs, and this task sees "
-            f"{len(visible)} ({_VISIBLE}={','.join(visible)})."
+            f"{len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
         )
     chosen = [(name, -1) for name in visible]
     if ranks_share_them:
         chosen = await _lock_gpus(visible, needed)
     for index, lease in enumerate(leases):
         share = chosen[index * each : (index + 1) * each]
-        lease.env[_VISIBLE] = ",".join(name for name, _ in share)
+        lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
         for _, lock in share:
             if lock >= 0:
                 lease.add_lock(lock)

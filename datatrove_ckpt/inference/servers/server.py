@@ -135,7 +135,7 @@ class InferenceServer:
             logger.warning(f"Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew.")
             await self.kill()
             return False
-        logger.info(f"Rank {rank} takes over {which} {whose}.")
+        logger.debug(f"Rank {rank} takes over {which} {whose}.")
         return True
 
     async def _lasting_problem(self) -> str | None:

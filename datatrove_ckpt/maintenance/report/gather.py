@@ -16,6 +16,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
+from datatrove_ckpt.maintenance.documents import ShownDocument
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -35,6 +36,7 @@ _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _SLOW = 0.5  # of the median
 _LEAST_RANKS = 3  # of fewer there is no median worth the name
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
+_MAX_TEXT = 800  # characters of a document's text
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -69,11 +71,14 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
+def gather(
+    run: RunState, prices: Prices, config: Mapping[str, object], documents: Sequence[ShownDocument] = ()
+) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing.
 
     Args:
         config: the YAML file's content; empty without one.
+        documents: to be shown with their answers.
     """
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
@@ -91,7 +96,7 @@ def gather(run: RunState, prices: Prices, config: Mapping[str, object]) -> Page:
         figures=list(figures(run)),
         costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in _tables(run, ranks, found, config) if table.rows],
+        tables=[table for table in (_documents(documents), *_tables(run, ranks, found, config)) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -154,7 +159,7 @@ def figures(run: RunState) -> Iterator[Figure]:
     lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
     text, note = short(lost), "in flight at the last lines of attempts that were killed"
     yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
-    note = f"{silent or 'none'} ended {NO_WORD}"
+    note = f"{silent or 'none'} {NO_WORD}"
     yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
     dead = run.together.counts.dead
     note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
@@ -291,6 +296,12 @@ def _tables(
     yield Table("Identity", ("name", "value"), identity)
 
 
+def _documents(documents: Sequence[ShownDocument]) -> Table:
+    rows = [(one.id, one.text, one.answer) for one in (each.safe(_MAX_TEXT) for each in documents)]
+    note = "The first ones of the output; long texts are shortened in their middle. More: datatrove-ckpt show."
+    return Table("Documents and answers", ("id", "text", "answer"), rows, note)
+
+
 def _interruptions(found: Sequence[Interruption]) -> Table:
     worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
     known = sum(one.repeated or 0 for one in found)
@@ -364,7 +375,7 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
     for one in ranks:
         state, rate, share = one.state, one.log.rate, one.state.position.share
         share = 1.0 if state.state == "finished" else share
-        is_slow = state.trouble == "slow" or (rate is not None and rate < _SLOW * median)
+        is_slow = state.trouble == "slow" or (rate is not None and one.state.is_measured and rate < _SLOW * median)
         reason = state.reason
         if is_slow and not reason and rate is not None:
             reason = f"slow: {percent(rate / median)} of the median"

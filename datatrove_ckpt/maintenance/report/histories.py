@@ -20,19 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary
-from datatrove_ckpt.checkpoint.history_records import (
-    Progress,
-    ServerEvent,
-    Spread,
-    Start,
-    is_progress_line,
-    parse_line,
-)
+from datatrove_ckpt.checkpoint.history_records import Progress, ServerEvent, Spread, Start, is_progress_line, parse_line
 from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal, whole_lines
 from datatrove_ckpt.formatting import ranges
 
 Floats: TypeAlias = NDArray[np.float64]
-NO_WORD = "without a word"
+NO_WORD = "killed"
 """How attempts end that are killed with -9, run out of memory, or lose their node."""
 _START, _SPREAD = (b'"k":"%s"' % kind.KIND.encode() for kind in (Start, Spread))
 _MAX_INTERVALS = 160  # so many a screen can show
@@ -53,7 +46,8 @@ class AttemptLog(AttemptSummary):
         """A few words."""
         if self.ended is None:
             return NO_WORD
-        return f"stopped by {self.what}" if self.why == "stopped" and self.what else self.what or self.why
+        what = self.what.partition("\n")[0]
+        return f"stopped by {what}" if self.why == "stopped" and what else what or self.why
 
     @property
     def place(self) -> str:

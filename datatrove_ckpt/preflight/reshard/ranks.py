@@ -21,14 +21,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, DocumentCounts, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished, read_finished
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    COMMITS,
-    RUN,
-    journal_path,
-    last_chunk_of,
-    rank_folder,
-)
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN, journal_path, last_chunk_of, rank_folder
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover

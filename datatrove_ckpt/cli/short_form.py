@@ -1,0 +1,332 @@
+"""The short form of a job, written out as the long form, which everything else reads.
+
+    run_folder: runs/summaries            holds output/, checkpoints/ and logs/
+    input: documents/*.jsonl
+    prompt: "Summarise in one sentence:\\n\\n{text}"
+    model: HuggingFaceTB/SmolLM2-1.7B-Instruct
+
+Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can stand beside these by
+its name, in the file and on the command line. What the form does not say is chosen from the input and the machine. A
+run that has begun keeps its number of tasks.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from glob import has_magic
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.cli.yaml_config import (
+    SHORT_NAMES,
+    build,
+    construct,
+    import_name,
+    load,
+    parameters_of,
+    refuse_unknown,
+    set_at_path,
+)
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.redaction import HIDDEN
+
+Node = dict[str, Any]
+
+_BY_READER = {
+    "JsonlReader": ".jsonl .json .ndjson",
+    "ParquetReader": ".parquet",
+    "IpcReader": ".arrow .ipc .feather",
+    "CSVReader": ".csv",
+}
+_SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()}
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
+_MOST_TASKS = 100
+
+
+@dataclass(frozen=True)
+class ShortJob:
+    """The settings of the form itself.
+
+    Attributes:
+        run_folder: new, or of the run to go on with.
+        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``, or their URLs
+            (``s3://``, ``hf://datasets/ORG/NAME``).
+        prompt: with ``{text}``; ``@FILE``: the text of that file.
+        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as ``ChunkedRollout``.
+        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
+        endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
+            its CPU.
+        tasks: None: 1 here, and on Slurm one for each input file, up to 100.
+        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
+    """
+
+    run_folder: str
+    input: str
+    prompt: str | None = None
+    rollout: str | Callable[..., Awaitable[object]] | None = None
+    model: str | None = None
+    endpoint: str | list[str] | None = None
+    tasks: int | None = None
+    slurm: Node | None = None
+
+
+# As configs/slurm.yaml explains them.
+_SLURM: Node = {
+    "time": "20:00:00",
+    "qos": "",
+    "cpus_per_task": 8,
+    "mem_per_cpu_gb": 8,
+    "requeue_signals": ["SIGUSR1"],
+    "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
+}
+NAMES = [field.name for field in fields(ShortJob)]
+ANSWER = ("max_tokens", "temperature", "top_p", "stop")
+# Arguments that the form fills in itself.
+OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
+
+
+# reading a job --------------------------------------------------------------------------------------------------------
+
+
+def read_config(path: str | None, overrides: list[str]) -> Node:
+    """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
+
+    Args:
+        path: None: the overrides are the whole job, in the short form.
+
+    Raises:
+        ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
+    """
+    content = {} if path is None else load(path)
+    named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
+    if "executor" not in content:
+        for override in named:
+            set_at_path(content, override, ShortJob)
+        content = expand(content, path or "the command line")
+    elif named:
+        raise ConfigError(
+            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
+            "--pipeline.1.config.max_concurrent_generations."
+        )
+    for override in overrides:
+        if override not in named:
+            set_at_path(content, override)
+    return content
+
+
+def make_executor(path: str | None, overrides: list[str]) -> Any:
+    """Builds the executor that the file and the overrides describe. Runs nothing.
+
+    Raises:
+        ConfigError: the first mistake in it.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    return build(read_config(path, overrides))
+
+
+# the long form --------------------------------------------------------------------------------------------------------
+
+
+def expand(content: Node, source: str) -> Node:
+    """The long form.
+
+    Args:
+        source: where the settings are, for messages.
+
+    Raises:
+        ConfigError: a setting is missing, unknown, or cannot be told from the input.
+    """
+    own = {name: content[name] for name in NAMES if content.get(name) is not None}
+    for name in [name for name in content if name not in NAMES and {"run_folder", "input"} - own.keys()]:
+        refuse_unknown({name: None} if get_close_matches(name, NAMES) else {}, NAMES, source)
+    job: ShortJob = construct(ShortJob, own, source)
+    if "://" in job.run_folder:
+        raise ConfigError(
+            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
+            "writes the long form, where output_folder may be a URL."
+        )
+    reader, files = _reader(job.input, source)
+    rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
+    runner: Node = {"rollout_fn": rollout, "config": config}
+    places = [(reader, reader["class_path"]), (config, "InferenceConfig"), (runner, "InferenceRunner")]
+    if isinstance(rollout, dict):
+        places.append((rollout, rollout["class_path"]))
+    known = dict.fromkeys(ANSWER, answer)
+    for node, class_path in places:
+        for name in parameters_of(import_name(class_path, source))[0]:
+            known.setdefault(name, node.get("init_args", node))
+    known = {name: node for name, node in known.items() if name not in OURS}
+    refuse_unknown(content, [*NAMES, *known], source)
+    for name, value in content.items():
+        if name not in NAMES:
+            known[name][name] = value
+    for name in answer.keys() & (content.get("generation_params") or {}):
+        raise ConfigError(f"{source}: {name}: is in generation_params, too, which would win. Give it once.")
+    if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
+        config["default_generation_params"] = {**given, **answer}
+    root = Path(job.run_folder).expanduser()
+    runner |= {
+        "output_writer": _node(
+            "JsonlWriter",
+            output_folder=str(root / "output"),
+            output_filename="${rank}_chunk_${chunk_index}.jsonl",
+            compression=None,
+        ),
+        "checkpoints_local_dir": str(root / "checkpoints"),
+        "records_per_chunk": runner.get("records_per_chunk", 1000),
+    }
+    executor = {"tasks": _tasks(job, root / "checkpoints", files), "logging_dir": str(root / "logs")}
+    executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
+    if job.slurm is not None:
+        slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
+        slurm |= {} if job.endpoint else {"gpus_per_task": 1}
+        return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
+    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
+
+
+def run(
+    *,
+    run_folder: str | Path,
+    input: str | Path,
+    prompt: str | None = None,
+    rollout: Callable[..., Awaitable[object]] | None = None,
+    model: str | None = None,
+    endpoint: str | list[str] | None = None,
+    **settings: object,
+) -> Path:
+    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
+
+    Returns:
+        The folder of the output.
+
+    Raises:
+        ConfigError: a mistake in the arguments; nothing was started.
+        CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
+    """
+    content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
+    content |= {"model": model, "endpoint": endpoint, **settings}
+    build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
+    return Path(run_folder, "output").expanduser()
+
+
+def _node(class_path: str, **arguments: Any) -> Node:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+def _rollout(job: ShortJob, source: str) -> Any:
+    """A prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
+    prompt, name = job.prompt, job.rollout
+    if prompt is not None and prompt.startswith("@"):
+        try:
+            prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
+    is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
+    if is_ready or (name is None and prompt is not None):
+        return _node(str(name or "PromptRollout"), **({} if prompt is None else {"prompt": prompt}))
+    if (name is None) == (prompt is None):
+        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
+    return name
+
+
+def _server(job: ShortJob, content: Node, source: str) -> Node:
+    """The settings of the server: the endpoint's, or those of the engine that fits this machine."""
+    if job.model is None:
+        what = "the name that the endpoint knows" if job.endpoint else "a name on the hub, or the path of a GGUF file"
+        raise ConfigError(f"{source}: model: is missing; give {what}.")
+    config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
+    if job.endpoint is not None:
+        return config | {"endpoint_url": job.endpoint}
+    config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
+    from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
+
+    gpus = visible_gpus()
+    is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
+    if is_gguf or (not gpus and job.slurm is None):
+        # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
+        on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
+        config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
+        # Each request in work costs the memory of a whole context.
+        return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
+    config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
+    if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
+        config["replicas"] = len(gpus)
+    return config
+
+
+# the input ------------------------------------------------------------------------------------------------------------
+
+_DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
+
+
+def _reader(given: str, source: str) -> tuple[Node, int]:
+    """The reader of an input, told by its names, and the number of its files; 0: not known."""
+    if (found := _DATASET.fullmatch(given)) is not None:
+        options = {"split": "train"}
+        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
+    from datatrove.io import get_datafolder  # slow to import
+
+    folder, pattern = _split(given)
+    try:
+        if Path(given, "dataset_info.json").is_file():
+            return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
+        has_splits = Path(given, "dataset_dict.json").is_file()
+        names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
+        if not names and "://" not in folder and not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+    except Exception as error:  # botocore's are of no kind
+        cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
+        raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
+    known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
+    others = [name for name in names if _suffix(name) not in known]
+    odd = [one for one in others if pattern or any(kind in posixpath.basename(one).lower() for kind in known)]
+    problem = ""
+    if has_splits:
+        problem = f"several splits, such as {Path(given, 'train')}"
+    elif not known:
+        problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
+    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern):
+        problem = " and ".join(known)
+    elif odd:
+        problem = f"{odd[0]}, too"
+    if problem:
+        advice = "Name files of one kind, such as documents/*.jsonl"
+        raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
+    node = _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
+    return node, len(names) - len(others)
+
+
+def _suffix(name: str) -> str:
+    """Of the content, without that of a compression."""
+    path = PurePosixPath(name)
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix
+
+
+def _split(given: str) -> tuple[str, str]:
+    """The folder of an input, and the pattern of its files; "": all."""
+    if has_magic(given):
+        parts = given.split("/")
+        first = next(index for index, part in enumerate(parts) if has_magic(part))
+        return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
+    folder, _, name = given.rstrip("/").rpartition("/")
+    if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
+        return folder or ("/" if given.startswith("/") else "."), f"{name[:-1]}[{name[-1]}]"  # or it would be an ending
+    return given, ""
+
+
+def _tasks(job: ShortJob, checkpoints: Path, files: int) -> int:
+    """Those of the run that has begun; else what the job says; else as many as there is a use for."""
+    if job.tasks is not None:
+        return job.tasks
+    if begun := tasks_of(checkpoints):
+        return begun
+    return 1 if job.slurm is None else min(files or _MOST_TASKS, _MOST_TASKS)

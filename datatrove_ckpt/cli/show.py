@@ -1,0 +1,86 @@
+"""``datatrove-ckpt show``: prints documents with their answers; and ``run --sample``, which has none but its own.
+
+Exit codes: 0 something is shown; 1 nothing is, or it cannot be read; 2 a mistake on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import shutil
+import tempfile
+import textwrap
+from dataclasses import replace
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
+from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.process.task_errors import log_disabled
+
+if TYPE_CHECKING:
+    from datatrove.executor.base import PipelineExecutor
+
+_MOST = 600  # characters of a text; an answer may have twice as many
+_WIDE = 100  # columns of a terminal from which on two texts stand side by side
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Prints each document as soon as it is found. Returns the exit code."""
+    shown = 0
+    with place_of(arguments) as place:
+        found = read_dead_letters(place) if arguments.dead else read_documents(place, arguments.output)
+        wanted = (arguments.grep or "").casefold()
+        found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
+        found = (one for one in found if arguments.id in (None, one.id))
+        if arguments.longest:
+            found = iter(heapq.nlargest(arguments.n, found, key=lambda one: len(one.answer)))
+        for shown, one in enumerate(islice(found, arguments.n), 1):
+            say(_described(shown, one, "text", None if arguments.id is not None else _MOST))
+    if not shown:
+        say(f"There is no such {'dead letter' if arguments.dead else 'document in the output files, so far'}.")
+    return 0 if shown else 1
+
+
+def sample(executor: PipelineExecutor, number: int) -> int:
+    """Prints the answers to the first documents, or why there is none. Returns the exit code."""
+    from datatrove_ckpt.cli.execution import Interruption  # slow to import, and only for a run
+    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.preflight.sample import take_sample
+
+    quiet = log_disabled("datatrove_ckpt.generation.rank")  # its lines tell of a run that can be resumed
+    with Interruption(()), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        asked = take_sample(RunPlan(executor), number, Path(folder))
+        place = Place(folder, Path(folder, "checkpoints"), [folder])
+        found = [*read_documents(place), *read_dead_letters(place)] if asked else []
+    failed = 0
+    for index, (name, question) in enumerate(asked, 1):
+        dropped = ShownDocument(name, "", "the rollout returned None, which drops the document", is_dead=True)
+        one = next((one for one in found if one.id == name), dropped)
+        found = [other for other in found if other is not one]  # ids may repeat
+        failed += one.is_dead
+        say(_described(index, replace(one, text=question, where=""), "question", _MOST))
+    kept = "Nothing of this is kept, and no other document was sent."
+    say(f"{len(asked) - failed} of {plural(len(asked), 'document')} processed. {kept}")
+    return 1 if failed == len(asked) else 0
+
+
+def _described(number: int, one: ShownDocument, title: str, most: int | None) -> str:
+    """Both texts side by side if there is room, else one below the other."""
+    one, width = one.safe(most), shutil.get_terminal_size().columns
+    cells = (width - 5) // 2 if width >= _WIDE else width - 2
+    left = _wrapped(f"{title}: {one.text}", cells)
+    right = _wrapped(f"{'failed' if one.is_dead else 'answer'}: {one.answer}", cells)
+    lines = [*left, *right]
+    if width >= _WIDE:
+        lines = [f"{a:<{cells}} | {b}" for a, b in zip_longest(left, right, fillvalue="")]
+    where = f"  ({one.where})" if one.where else ""
+    return "\n".join([f"{number}. {one.id}{where}", *(f"  {line}".rstrip() for line in lines), ""])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, width, replace_whitespace=False) or [""]]

@@ -1,0 +1,117 @@
+"""The documents of a run with their answers, for people: read from its output files, in the order of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import orjson
+from datatrove.io import DataFolder, get_datafolder
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import RETRY_INPUT, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.maintenance.report.page import shortened
+from datatrove_ckpt.maintenance.verify import find_output
+from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.redaction import redact
+from datatrove_ckpt.retrying import failure_line, file_system_call
+
+
+@dataclass(frozen=True, slots=True)
+class ShownDocument:
+    """One document.
+
+    Attributes:
+        where: the output file below the output folder, or the rank of a dead letter.
+        answer: of several rollouts, one after the other; of a dead letter the cause.
+    """
+
+    id: str
+    text: str
+    answer: str
+    where: str = ""
+    is_dead: bool = False
+
+    def safe(self, most: int | None = None) -> ShownDocument:
+        """Without secrets and control characters, and with so many characters of each text at most."""
+        id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
+        if most is not None:
+            text, answer = shortened(text, most), shortened(answer, 2 * most)
+        return replace(self, id=shortened(id_, 200), text=text, answer=answer)
+
+
+def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
+    """Those in output files, as they are committed now.
+
+    Args:
+        output: the output folder, if it is not where ``run.json`` says.
+
+    Raises:
+        ConfigError: there is no checkpoint, or nothing says where the output is.
+        OutputFailed: a file cannot be read.
+        CheckpointCorrupt: the commits of a rank cannot be read.
+    """
+    ranks = list(read_ranks(place.folder, Want.SETTINGS))
+    folder = get_datafolder(output or find_output(place.folder, ranks, place.output, place.given[0]))
+    for rank in ranks:
+        for _, commit in sorted(read_commits(rank.commits_file).items()):
+            for file in commit.files:
+                yield from _read_file(folder, file.path, str(rank.run.get("metadata_key")))
+
+
+def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
+    """Those that no retry has taken.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+    """
+    retries = retry_folders(place.folder)
+    for rank in read_ranks(place.folder, Want.SETTINGS):
+        inputs = [rank_folder(retry, rank.number) / RETRY_INPUT for retry in retries]
+        taken = {(letter["ordinal"], letter["attempts"]) for path in inputs for letter in _letters(path)}
+        for letter in _letters(rank.dead_letters_file):
+            if (letter["ordinal"], letter["attempts"]) not in taken:
+                text = str(letter.get("document", {}).get("text", ""))
+                yield ShownDocument(str(letter["id"]), text, str(letter["error"]), rank.place, is_dead=True)
+
+
+def _letters(path: Path) -> Iterator[Json]:
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError):  # blank after a repair; or torn, and not committed
+                    yield orjson.loads(line)
+
+
+def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocument]:
+    where = folder.resolve_paths(path)
+    if (known := format_of_file(path)) is None:
+        raise OutputFailed(f"{where} cannot be shown: only JSONL and Parquet files can be.")
+    try:
+        with file_system_call(), folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+            for row, _ in known.rows(file, ("id", "text", "metadata", key)):
+                if row is not None:
+                    yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
+    except (OSError, EOFError) as error:
+        raise OutputFailed(f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output.") from error
+
+
+def _answer(row: Json, key: str) -> str:
+    """Of a row that the user's adapter has made otherwise, all of it."""
+    metadata = row.get("metadata")
+    found = (metadata if isinstance(metadata, dict) and key in metadata else row).get(key)
+    if found is None:
+        return _text({name: value for name, value in row.items() if name not in ("id", "text")})
+    return "\n\n".join(map(_text, found if isinstance(found, list) else [found]))
+
+
+def _text(result: object) -> str:
+    text = result.get("text") if isinstance(result, dict) else result
+    return text if isinstance(text, str) else orjson.dumps(result, default=str).decode()

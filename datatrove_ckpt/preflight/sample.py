@@ -1,0 +1,43 @@
+"""``run --sample N``: the first documents of a job, sent as the job would send them, and written elsewhere."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.user_code import noting
+from datatrove_ckpt.preflight.run_plan import RunPlan
+
+
+def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[str, str]]:
+    """Sends the first documents to the first runner. Their results are a run's below ``folder``.
+
+    Returns the id of each document, and the question of its first request; without one its text.
+
+    Raises:
+        ConfigError: there is no InferenceRunner.
+        CkptError: no document could be sent: see ``InferenceRunner.run``.
+    """
+    if not plan.runners:
+        raise ConfigError("--sample: the pipeline has no InferenceRunner.")
+    runner = plan.runners[0]
+    documents: list[Document] | None = None
+    for before in runner.before:
+        documents = before(documents, 0, 1)
+    first = list(islice(documents or (), number))
+    texts = [(str(document.id), document.text) for document in first]
+    step, questions = runner.step, dict[str, str]()
+    step.rollout_fn = noting(step.rollout_fn, questions)
+    step.output_writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
+    step.checkpoints_local_dir, step.checkpoints_remote_dir = str(folder / "checkpoints"), None
+    step.records_per_chunk = number
+    step.on_document_error, step.skip_bad_requests, step.max_dead_letters = "dead_letter", True, None
+    step.retry_dead_letters, step.monitoring, step.drain_seconds = False, MonitoringConfig(), 0.0
+    if first:
+        step.run(first, 0, 1)
+    return [(name, questions.get(name, text)) for name, text in texts]

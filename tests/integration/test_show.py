@@ -1,0 +1,232 @@
+"""``show``, the documents of ``report``, and ``run --sample``: what people look at, from output of every kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command, Printed
+from tests.jobs import documents, fails_at, rejects, runner
+from tests.unit.test_report_page import HOSTILE, Reader
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+_NAME = "${rank}_chunk_${chunk_index}"
+Show = Callable[..., Printed]
+
+
+def nested(self: DiskWriter, document: Document) -> dict[str, Any]:
+    """An adapter that keeps no results where datatrove has them."""
+    return {"id": document.id, "reply": document.metadata["rollout_results"][0].text}
+
+
+WRITERS: dict[str, Callable[[str], DiskWriter]] = {
+    "plain": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl", compression=None),
+    "gzip": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.gz"),
+    "zstd": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.zst", compression="zstd"),
+    "expanded": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.gz", expand_metadata=True),
+    "parquet": lambda folder: ParquetWriter(folder, f"{_NAME}.parquet"),
+    "adapter": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl", compression=None, adapter=nested),
+}
+
+
+@pytest.fixture
+def show(tmp_path: Path, command: Command) -> Show:
+    return lambda *words, code=0: command("show", tmp_path / "checkpoints", *words, code=code)
+
+
+@pytest.fixture
+def counting() -> Any:
+    """A server whose answers tell which document was asked, and grow with its number."""
+    with FakeServer(lambda payload, times: "so " * int(payload["messages"][-1]["content"].split()[-1])) as server:
+        yield server
+
+
+def ids(said: Printed) -> list[str]:
+    """Of the documents in what was printed: "1. id 0  (file)"."""
+    return re.findall(r"^\d+\. (.*?)(?:  \(.*)?$", said.out, re.MULTILINE)
+
+
+# show -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.usefixtures("empty_memory_file_system")
+def test_output_of_every_kind_is_shown(kind: str, tmp_path: Path, server: FakeServer, show: Show) -> None:
+    folder = "memory://out" if kind == "gzip" else str(tmp_path / "output")  # a remote one
+    runner(tmp_path, server, output_writer=WRITERS[kind](folder), records_per_chunk=3).run(documents(8))
+    said = show()
+    assert ids(said) == [f"id {number}" for number in range(5)]
+    assert ids(show("--n", 100)) == [f"id {number}" for number in range(8)], "in the order of the input"
+    answer = said.out.splitlines()[2]
+    assert answer.startswith('  answer: {"reply":"answer ' if kind == "adapter" else "  answer: answer ")
+    assert kind == "adapter" or said.out.splitlines()[1] == "  text: text 0"
+
+
+def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) -> None:
+    runner(tmp_path, counting).run(documents(12))
+    assert ids(show("--longest", "--n", 3)) == ["id 11", "id 10", "id 9"]
+    assert ids(show("--id", "id 1")) == ["id 1"], "as a whole: not id 10"
+    assert ids(show("--grep", "TEXT 1")) == ["id 1", "id 10", "id 11"]
+    assert ids(show("--grep", "so so so so so so so so so so so")) == ["id 11"], "in an answer"
+    assert ids(show("--grep", "text", "--longest", "--n", 1)) == ["id 11"]
+    assert show("--id", "none", code=1).out == "There is no such document in the output files, so far.\n"
+
+
+def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(
+    tmp_path: Path, server: FakeServer, show: Show
+) -> None:
+    assert not (tmp_path / "checkpoints").exists()
+    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    runner(tmp_path, server, fails_at(["id 1", "id 3"]), **settings).run(documents(4))
+    assert ids(show()) == ["id 0", "id 2"]
+    said = show("--dead")
+    assert ids(said) == ["id 1", "id 3"]
+    assert "1. id 1  (rank 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n" in said.out
+    runner(tmp_path, server, fails_at(["id 3"]), retry_dead_letters=True, accept_changes=True, **settings).run(None)
+    assert ids(show("--dead")) == ["id 3"]
+    assert ids(show()) == ["id 0", "id 2", "id 1"]
+    runner(tmp_path, server, retry_dead_letters=True, accept_changes=True, **settings).run(None)
+    assert show("--dead", code=1).out == "There is no such dead letter.\n"
+
+
+def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
+    tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "sk-abcdefgh12345678abcdefgh"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    with FakeServer(lambda payload, times: f"\x1b[2J\x9b {'word ' * 9}{secret} \u202egnp") as server:
+        runner(tmp_path, server).run([Document(f"text \x07 {secret}", "id \x1b[0m")])
+    for columns in ("20", "120"):  # a secret that is broken into two lines would not be found
+        monkeypatch.setenv("COLUMNS", columns)
+        said = show().out
+        assert said.isprintable() or not {*said} & {*"\x1b\x9b\x07\u202e"}
+        assert "12345678" not in said
+        assert "\\u001b[2J" in said
+
+
+def test_texts_stand_side_by_side_where_there_is_room_and_are_shortened(
+    tmp_path: Path, server: FakeServer, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner(tmp_path, server).run([Document("long " * 500, "a")])
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = show().out.splitlines()
+    assert lines[1].startswith("  text: long ")
+    assert " | answer: answer " in lines[1]
+    assert {line[lines[1].find(" | ") + 1] for line in lines[1:-1]} == {"|"}
+    assert max(map(len, lines)) <= 120
+    assert "..." in "".join(lines)
+    assert "..." not in show("--id", "a").out, "with its id, it is wanted as a whole"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "\n  answer: answer " in show().out
+
+
+def test_what_is_shown_can_be_a_mirror_or_a_yaml_file(here: Path, server: FakeServer, command: Command) -> None:
+    text = job_yaml(ENDPOINT.replace("URL", server.url))
+    write_job(here, f"{text}          checkpoints_remote_dir: mirror\n", ["a", "b"])
+    command("run", "job.yaml")
+    by_folder = command("show", "checkpoints").out
+    assert ids(command("show", "job.yaml")) == ["id 0", "id 1"]
+    assert command("show", "mirror").out == command("show", "job.yaml").out == by_folder
+
+
+def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: Show, command: Command) -> None:
+    runner(tmp_path, server).run(documents(1))
+    (tmp_path / "output").rename(tmp_path / "moved")
+    said = show(code=1).error
+    assert said.startswith(f"error: {tmp_path}/output/00000_chunk_00000.jsonl cannot be read: ")
+    assert said.endswith("See --output.")
+    assert ids(show("--output", tmp_path / "moved")) == ["id 0"]
+    command("report", tmp_path / "checkpoints", "-o", tmp_path / "page.html")
+    assert "cannot be shown: " in Reader((tmp_path / "page.html").read_text()).text
+
+
+# report ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_the_first_documents_escaped(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "sk-abcdefgh12345678abcdefgh")
+    with FakeServer(lambda payload, times: f"{HOSTILE} sk-abcdefgh12345678abcdefgh") as server:
+        runner(tmp_path, server).run([Document(HOSTILE, f"id {number}") for number in range(12)])
+    command("report", tmp_path / "checkpoints", "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    read = Reader(page)
+    assert not read.all("script")
+    assert not read.all("img")
+    assert "abcdefgh" not in page
+    assert "\u202e" not in page
+    table = page.partition("<h2>Documents and answers</h2>")[2].partition("</table>")[0]
+    assert table.count("<tr>") == 11
+    assert "<bdi>id 9</bdi>" in table
+    assert table.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 20
+
+
+# run --sample ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
+    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TMPDIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(here))
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c", "d"])
+    before = outputs(here)
+    said = command("run", "job.yaml", "--sample", 3)
+    assert [payload["messages"][-1]["content"] for payload in server.payloads] == ["Say a", "Say b", "Say c"]
+    first = said.out.partition("2. ")[0]
+    assert first.startswith("1. id 0\n  question: Say a\n  answer: answer ")
+    assert ids(said) == ["id 0", "id 1", "id 2"]
+    assert said.out.endswith("3 of 3 documents processed. Nothing of this is kept, and no other document was sent.\n")
+    assert "resume" not in said
+    assert "run the same command again" not in said
+    assert outputs(here) == before
+    assert sorted(path.name for path in here.iterdir()) == ["input", "job.yaml"]
+
+
+def test_a_sample_beside_a_run_leaves_it_alone(here: Path, server: FakeServer, command: Command) -> None:
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    command("run", "job.yaml")
+    before = outputs(here)
+    said = command("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=Sing {text}", "--sample", 1)
+    assert "question: Sing a" in said.out, "another prompt is tried, not refused"
+    assert outputs(here) == before
+
+
+@pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
+def test_a_sample_says_why_documents_fail(here: Path, command: Command, bad: list[str], code: int) -> None:
+    with FakeServer(status=rejects(bad)) as server:
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b", "c"])
+        said = command("run", "job.yaml", "--sample", 2, code=code).out
+    assert said.count("\n  failed: ") == len(bad)
+    assert "1. id 0\n  question: Say a\n  failed: " in said
+    assert "400" in said
+    assert f"{2 - len(bad)} of 2 documents processed." in said
+
+
+def test_a_sample_of_dropped_documents_and_of_none(here: Path, server: FakeServer, command: Command) -> None:
+    Path("mine.py").write_text(
+        "async def drop(document, generate):\n    await generate({'messages': document.metadata['m']})\n"
+    )
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="mine.drop"), ["a"])
+    parts = [
+        {"type": "text", "text": "what"},
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "text", "text": "is it"},
+    ]
+    row = {"id": "1", "text": "a", "m": [{"role": "user", "content": parts}]}
+    Path("input/0.jsonl").write_text(json.dumps(row) + "\n")
+    said = command("run", "job.yaml", "--sample", 5, code=1).out
+    assert "  question: what\n\n  is it\n  failed: the rollout returned None, which drops the document\n" in said
+    said = command("run", "job.yaml", "--sample", 5, "--pipeline.0.skip=1", code=1).out
+    assert said.startswith("0 of 0 documents processed.")

@@ -1,0 +1,101 @@
+"""docs/tutorial.md and docs/recipes.md, line by line, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_examples import on_one_core
+from tests.pages import ROOT, Block, blocks, section
+
+TUTORIAL, RECIPES = "docs/tutorial.md", "docs/recipes.md"
+REFUSED = "datatrove-ckpt run facts.yaml --prompt 'Give this text a title: {text}'"
+ENDS_WITH = {"timeout -s KILL 10 datatrove-ckpt run facts.yaml": 137, REFUSED: 1}
+"""Lines of the tutorial that are to fail, with their exit codes."""
+
+
+def write_files(page: str) -> None:
+    """The files that a page shows: examples that begin with the file's name, as a comment."""
+    for block in blocks(page=page):
+        if name := re.match(r"# (\S+)\n", block.text):
+            Path(name[1]).write_text(block.text)
+
+
+def type_in(line: str, code: int = 0) -> str:
+    """What a shell prints for it. It must end with this exit code."""
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    shell = ["bash", "-c", f"{line}\nexit $?"]
+    ended = subprocess.run(shell, env=environment, capture_output=True, text=True, preexec_fn=on_one_core)
+    assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_runs_as_typed(here: Path) -> None:
+    """With a real model. The quick start before it has fewer documents here, and shorter answers."""
+    shutil.copytree(ROOT / "configs", "configs")
+    quickstart, documents = Path("configs/quickstart.yaml"), Path("configs/quickstart_documents.jsonl")
+    assert "max_tokens: 160" in quickstart.read_text()
+    quickstart.write_text(quickstart.read_text().replace("max_tokens: 160", "max_tokens: 5"))
+    documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:8]))
+    type_in("datatrove-ckpt run configs/quickstart.yaml")
+    write_files(TUTORIAL)
+    lines = [line for block in blocks("bash", TUTORIAL) for line in block.lines]
+    assert set(ENDS_WITH) <= set(lines)
+    said = {line: type_in(line, ENDS_WITH.get(line, 0)) for line in lines}
+    assert '-> "Give this text a title: {text}"' in said[REFUSED]
+    for name, count in {"facts": 8, "titles": 8, "checked": 4}.items():
+        rows = [row for path in sorted(Path("runs", name, "output").iterdir()) for row in path.read_text().splitlines()]
+        assert len({json.loads(row)["id"] for row in rows}) == len(rows) == count
+
+
+# recipes --------------------------------------------------------------------------------------------------------------
+
+
+def headings() -> list[str]:
+    return re.findall(r"^## (.*)$", (ROOT / RECIPES).read_text(), re.MULTILINE)
+
+
+def of(heading: str) -> list[Block]:
+    text = section(RECIPES, f"## {heading}")
+    return [block for block in blocks("bash", RECIPES) if block.text in text]
+
+
+def test_there_are_at_least_twelve_recipes() -> None:
+    assert len(headings()) >= 12
+    assert sum(bool(of(heading)) for heading in headings()) >= 12
+
+
+def here_instead(text: str, server: FakeServer) -> str:
+    return re.sub("(my|other)-model", "fake", text.replace("http://127.0.0.1:8000", server.url))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("heading", [heading for heading in headings() if of(heading)])
+def test_a_recipe_runs_as_typed(here: Path, heading: str) -> None:
+    """In the situation of its heading: a run that is finished, or one that a failure has stopped."""
+    lines = [line for block in of(heading) for line in block.lines]
+    failures = [status for word, status in (("reshard", 403), ("--retry-dead-letters", 400)) if word in str(lines)]
+    for name in ("documents", "more_documents"):
+        Path(name).mkdir()
+        rows = [{"id": f"{name} {number}", "text": f"text {number}"} for number in range(6)]
+        Path(name, "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_files(RECIPES)
+    with FakeServer(
+        status=lambda payload, times: failures[0] if failures and "text 3" in str(payload) else None
+    ) as server:
+        for name in ("job.yaml", "judge.py"):
+            Path(name).write_text(here_instead(Path(name).read_text(), server))
+        type_in("datatrove-ckpt run job.yaml", 1 if failures else 0)
+        failures.clear()  # the cause is corrected
+        for line in lines:
+            type_in(here_instead(line, server))

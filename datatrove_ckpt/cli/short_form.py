@@ -169,7 +169,8 @@ def expand(content: Node, source: str) -> Node:
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
-    for name in answer.keys() & (content.get("generation_params") or {}):
+    sampling = content.get("generation_params")
+    for name in answer.keys() & (sampling if isinstance(sampling, dict) else {}):
         raise ConfigError(f"{source}: {name}: is in generation_params, too, which would win. Give it once.")
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
@@ -252,7 +253,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and job.slurm is None):
-        # Another name than on GPUs: it is quantised, and no run may go on with the other one unseen.
+        # It is quantised, so its name is not that on GPUs: a run that began with one must not go on with the other.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
         config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
         # Each request in work costs the memory of a whole context.
@@ -283,7 +284,7 @@ def _reader(given: str, source: str) -> tuple[Node, int]:
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
         if not names and "://" not in folder and not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-    except Exception as error:  # botocore's are of no kind
+    except Exception as error:  # botocore's errors have no common base
         cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
         raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
@@ -319,7 +320,8 @@ def _split(given: str) -> tuple[str, str]:
         return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        return folder or ("/" if given.startswith("/") else "."), f"{name[:-1]}[{name[-1]}]"  # or it would be an ending
+        exactly = f"{name[:-1]}[{name[-1]}]"  # as it stands, it would fit all names that end so
+        return folder or ("/" if given.startswith("/") else "."), exactly
     return given, ""
 
 

@@ -96,7 +96,8 @@ def verify(
 def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object) -> str:
     """The output folder of a run, as its ``run.json`` files name it. The arguments are those of ``verify``.
 
-    In a run folder that was copied or renamed it is the one there: what they name may be another run's by now.
+    In a run folder that was copied or renamed it is the one there, because what they name may be another run's by now;
+    but not one that ``relocate`` has left.
 
     Raises:
         ConfigError: none of them names it.
@@ -107,9 +108,9 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
     if found:
         recorded, beside = next((folder for folder in found if folder not in left), found[0]), checkpoints.absolute()
-        if (beside.name, Path(recorded).name) == ("checkpoints", "output") and (beside.parent / "output").is_dir():
-            return str(beside.parent / "output")
-        return recorded
+        here = beside.with_name("output")
+        is_run_folder = (beside.name, Path(recorded).name) == ("checkpoints", "output") and here.is_dir()
+        return str(here) if is_run_folder and str(here) not in left else recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
     if runs and all(is_unstarted(run) for run in runs):

@@ -124,6 +124,15 @@ def test_a_damaged_run_is_moved_and_said_to_be(server: FakeServer, command: Comm
     command("verify", "checkpoints", "--full")
 
 
+def test_output_that_was_relocated_is_verified_where_it_is_now(server: FakeServer, command: Command) -> None:
+    job = ["run", "--input", "input", "--prompt", "a {text}", "--endpoint", server.url, "--model", "m"]
+    command(*job, "--run-folder", "x")
+    shutil.copytree("x/output", "large/output")
+    command("relocate", "x", "--output", "large/output")
+    next(Path("large/output").iterdir()).unlink()
+    assert "large/output" in command("verify", "x", code=1).out, "what is left beside the checkpoints is an old copy"
+
+
 def test_a_copied_run_folder_is_repaired_with_its_own_output_or_not_at_all(
     server: FakeServer, command: Command
 ) -> None:

@@ -107,10 +107,11 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
     # Ranks that were complete when the user moved the output still name the old place.
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
     if found:
-        recorded, beside = next((folder for folder in found if folder not in left), found[0]), checkpoints.absolute()
-        here = beside.with_name("output")
-        is_run_folder = (beside.name, Path(recorded).name) == ("checkpoints", "output") and here.is_dir()
-        return str(here) if is_run_folder and str(here) not in left else recorded
+        recorded = next((folder for folder in found if folder not in left), found[0])
+        then, now = Path(recorded), checkpoints.absolute().with_name("output")
+        was_run_folder = checkpoints.name == "checkpoints" and then.name == now.name and "://" not in recorded
+        is_another = then.with_name("checkpoints").is_dir() or not then.is_dir()
+        return str(now) if was_run_folder and is_another and now.is_dir() and str(now) not in left else recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
     if runs and all(is_unstarted(run) for run in runs):

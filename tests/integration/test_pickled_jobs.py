@@ -110,6 +110,7 @@ class Cluster:
         paths = os.pathsep.join([str(self.folder / "site"), str(Path(__file__).parents[2])])
         path = os.pathsep.join([str(self.folder / "bin"), variables["PATH"]])
         variables |= {**environment, "PATH": path, "PYTHONPATH": paths}
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc hides an edit of the same second and length
         return processes.run(command, cwd=self.folder, env=variables, timeout=600)
 
 

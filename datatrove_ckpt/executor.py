@@ -151,7 +151,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
             )
         self._write_stats(stats)
-        logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
+        if self.local_tasks > 1:  # the only one has said its own
+            logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
         return stats
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:

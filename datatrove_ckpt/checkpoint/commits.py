@@ -156,6 +156,18 @@ class DocumentCounts:
 _numbers = attrgetter(*DocumentCounts.__slots__)
 
 
+def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
+    """The sum over ranks and, after them, their retries, each with its rank's number. Each document counts once.
+
+    Of a rank that cannot be read, and has no counts, a retry's documents count as if it had read them first.
+    """
+    found, known = DocumentCounts(), set()
+    for number, counts in ranks:
+        found.add_retry(counts) if number in known else found.add(counts)
+        known |= {number} if counts.read else set()
+    return found
+
+
 def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
     """The sum of several."""
     total = DocumentCounts()

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sqlite3
 import stat
+import sys
 import threading
 import time
 import weakref
@@ -287,7 +288,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def lock_holder(path: Path | str) -> dict[str, Any] | None:
-    """Host and pid of the process that holds a lock now; None if there is none, or no lock on this file system."""
+    """Who holds a lock now, as ``_this_process`` says; None if no process does, or the file system has no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -322,21 +323,29 @@ def _holder(content: bytes) -> dict[str, Any]:
 
 
 def _held_by(holder: bytes, path: Path) -> str:
-    if _holder(holder) == _this_process():
+    found = _holder(holder)
+    if found == _this_process():
         return (
             f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
             "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "
             "checkpoints_local_dir."
         )
-    who = holder.decode(errors="replace") or "unknown"
     return (
-        f"Another process works on this rank: {who} holds {path}. Wait for it to end, or stop it, and run the same "
-        "command again."
+        f"Another process works on this rank: {name_holder(found)} holds {path}. Wait for it to end, or stop it, and "
+        "run the same command again."
     )
 
 
+def name_holder(holder: dict[str, object]) -> str:
+    """Whom to stop: "pid 42 on node7". Of a worker it is the command that started it."""
+    return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
+
+
 def _this_process() -> dict[str, object]:
-    return {"host": socket.gethostname(), "pid": os.getpid()}
+    """Host and pid; of a worker also the pid of the ``command`` that started it."""
+    module = sys.modules.get("multiprocess")  # it takes long to import
+    parent = module.parent_process() if module is not None else None
+    return {"host": socket.gethostname(), "pid": os.getpid(), **({"command": parent.pid} if parent else {})}
 
 
 class Lock:

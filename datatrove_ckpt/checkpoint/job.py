@@ -249,4 +249,4 @@ def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
 def _is_live(folder: Path, run: Json) -> bool:
     """Whether the process that wrote ``run.json`` works on the rank. One that has only the lock compares itself."""
     holder, owner = files.lock_holder(folder / LOCK), run.get("owner", {})
-    return holder is not None and holder == {"host": owner.get("host"), "pid": owner.get("pid")}
+    return holder is not None and all(holder.get(name) == owner.get(name) for name in ("host", "pid"))

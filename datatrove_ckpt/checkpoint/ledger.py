@@ -36,6 +36,7 @@ from datatrove_ckpt.checkpoint.commits import (
     scan_commits,
     sum_commits,
     sum_counts,
+    sum_delivered,
 )
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
@@ -289,24 +290,30 @@ class JobSums:
     """Sums over the ranks of a job and their retries: each document counts once.
 
     Attributes:
-        counts: what is committed. A document that a retry has written is not dead.
+        committed: what each rank and each retry has committed, with the rank's number.
+        retried: the commits of retries, if commits were read.
         files: of the output.
         work: what all attempts did, if histories were read. Of an attempt that was killed, the last minute is missing.
         attempts: of ranks and retries.
     """
 
     ranks: int = 0
-    retries: int = 0
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    committed: list[tuple[int, DocumentCounts]] = field(default_factory=list)
+    retried: list[Commit] = field(default_factory=list)
     files: int = 0
     work: WorkCounts = field(default_factory=WorkCounts)
     attempts: int = 0
 
+    @property
+    def counts(self) -> DocumentCounts:
+        """What is committed. A document that a retry has written is not dead."""
+        return sum_delivered(self.committed)
+
     def add(self, rank: RankLedger) -> None:
-        """Adds a rank, or a retry."""
+        """Adds a rank, or a retry of a rank that was added."""
         self.ranks += not rank.root
-        self.retries += bool(rank.root)
-        self.counts.add_retry(rank.sums.counts) if rank.root else self.counts.add(rank.sums.counts)
+        self.committed.append((rank.number, rank.sums.counts))
+        self.retried += rank.commits.values() if rank.root else ()
         self.files += rank.sums.files
         self.attempts += rank.attempts
         if rank.history.last is not None:

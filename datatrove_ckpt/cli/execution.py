@@ -20,6 +20,8 @@ import multiprocess
 from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.checkpoint.clock import unix_seconds
+from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
@@ -130,14 +132,14 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
     if slurm_submit.submits(executor):
         say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
         return 0
-    is_ray = isinstance(executor, RayPipelineExecutor)
+    is_ray, started = isinstance(executor, RayPipelineExecutor), unix_seconds()
     marked = plan.marked() if is_ray and not executor.skip_completed else {}
     executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
     if is_ray:
         _refuse_what_is_left(plan, marked)
     checked = check_after_run(executor)
     for runner in kept:
-        say(closing_line(runner, command, checked))
+        say(closing_line(runner, command, checked, started))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 
@@ -308,8 +310,11 @@ def _end_children() -> None:
 # The last line of ``run``: what all ranks and all attempts have done, and what to do next.
 
 
-def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
+def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: float) -> str:
     """The closing line, over all ranks, their retries and all attempts, with what was checked.
+
+    Args:
+        started: when the command did, in Unix seconds. Retries since then are named.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.
@@ -336,7 +341,9 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked) -> str:
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
-    work = f"{skipped}{counts.odd_answers}{_attempts(job)}"
+    again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
+    retried = f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, {again.dead} still dead"
+    work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{counts.odd_answers}{_attempts(job)}"
     retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
     given = str(runner.step.checkpoints_local_dir)
     shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
@@ -356,7 +363,7 @@ def _attempts(job: JobSums) -> str:
 
     A history does not hold the last minute of an attempt that was killed.
     """
-    sent, ranks = job.work, job.ranks + job.retries
+    sent, ranks = job.work, len(job.committed)  # with retries
     attempts = max(ranks, job.attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""

@@ -91,7 +91,7 @@ def _shown(problems: list[Problem], most: int) -> list[str]:
 def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
     report = plan.report
     compared = "names and sizes" if sizes_only else "names, sizes and contents"
-    files, ranks = plural(report.number_of_files, "file"), plural(len(report.ranks), "rank")
+    files, ranks = plural(report.sums.files, "file"), plural(len(report.ranks), "rank")
     size = byte_size(sum(file.size for chunk in report.chunks for file in chunk.files))
     lines = [f"{plan.where}: {files}, {size}: {compared} are those of the commits of {ranks}."]
     if report.not_started:

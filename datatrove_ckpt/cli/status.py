@@ -282,7 +282,7 @@ def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
     if odd := totals.done.odd_answers:
         yield _topic("answers", odd.strip())
     if totals.done.dead > 0:
-        yield _topic("dead", _dead(state))
+        yield _topic("dead", _dead(state, totals))
     if state.missing:
         yield _topic("missing", f"not started: {ranges(state.missing)}")
     if state.gone:
@@ -365,12 +365,11 @@ def _uneven(state: RunState) -> str:
 
 
 def _documents(totals: Totals) -> str:
-    counts = totals.counts
-    outcomes = f"{counts.written:,} written, {counts.dropped:,} dropped, {counts.dead:,} dead"
-    text = f"{totals.documents:,} done; {counts.read:,} ({outcomes}) in {_plural(totals.chunks, 'chunk')}"
+    done, written = totals.done, f"{totals.counts.written:,} written in {_plural(totals.chunks, 'chunk')}"
+    text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
     if totals.unfinished_chunks:
         about = "" if totals.exact else "about "
-        text += f", {about}{totals.unfinished.read:,} in {_plural(totals.unfinished_chunks, 'unfinished chunk')}"
+        text += f", {about}{totals.unfinished.written:,} in {_plural(totals.unfinished_chunks, 'unfinished chunk')}"
     return text
 
 
@@ -442,12 +441,12 @@ def _attempts(totals: Totals) -> str:
     return f"{totals.attempts:,}" + (f", {silent:,} of them killed" if silent else "")
 
 
-def _dead(state: RunState) -> str:
+def _dead(state: RunState, totals: Totals) -> str:
     """Those that are left. The causes of those that a retry has taken are not said."""
-    dead = state.together.done.dead
     found = (state.totals.dead_letters, state.retried.dead_letters)
-    causes = next((_most(causes) for causes in found if 0 < causes.total() <= dead), "")
-    return f"{dead:,}" + (f": {causes}" if causes else "")
+    said = [next((_most(causes) for causes in found if 0 < causes.total() <= totals.counts.dead), "")]
+    said += [f"{totals.unfinished.dead:,} in unfinished chunks"] if totals.unfinished.dead else []
+    return f"{totals.done.dead:,}: {', '.join(filter(None, said))}".removesuffix(": ")
 
 
 # exceptions ----------------------------------------------------------------------------------------------------------
@@ -507,17 +506,6 @@ def _row(rank: RankState, now: float, style: Style) -> str:
     rate = figure(rank.rates.documents) if rank.state == "running" and rank.rates.documents else ""
     left = "" if rank.time_left is None else duration(rank.time_left)
     word = "" if rank.last_word is None or rank.state == "finished" else duration(max(1.0, now - rank.last_word))
-    notes = rank.reason.partition("\n")[0] or _where(rank)
+    notes = rank.reason.partition("\n")[0] or rank.process * (rank.state == "running")
     numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
     return f"{name:>6}  {state}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()
-
-
-def _where(rank: RankState) -> str:
-    if rank.state != "running":
-        return ""
-    attempt = rank.attempt
-    host, pid = (attempt.host, attempt.pid) if attempt else ("", None)
-    if rank.holder is not None:
-        host, pid = str(rank.holder.get("host")), rank.holder.get("pid")
-    job = f", Slurm job {attempt.slurm_job}" if attempt and attempt.slurm_job else ""
-    return f"pid {pid} on {host}{job}"

@@ -69,7 +69,7 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
         "full": full,
         "exit_code": code,
         "ranks": [_rank_as_json(rank) for rank in report.ranks],
-        "totals": _totals(report) | {"files": report.number_of_files},
+        "totals": _totals(report) | {"files": report.sums.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
@@ -93,7 +93,7 @@ def _rank_as_json(rank: RankLedger) -> Json:
 
 
 def _totals(report: Report) -> Json:
-    """Sums over all ranks. Retries are counted apart, since they read documents that were read before."""
+    """Sums over all ranks and their retries. What retries did with documents that were dead letters is also apart."""
     ranks = [rank for rank in report.ranks if not rank.root]
     journals = [counts.read for rank in ranks for counts in rank.open_journals.values()]
     return {
@@ -102,26 +102,23 @@ def _totals(report: Report) -> Json:
         "chunks": sum(len(rank.sums.indices) for rank in ranks),
         "unfinished_chunks": len(journals),
         "documents_in_journals": sum(journals),
-        **asdict(sum_counts(rank.sums.counts for rank in ranks)),
+        **asdict(report.sums.counts),
         "unfinished": asdict(sum_counts(rank.unfinished for rank in ranks)),
-        "retried": asdict(sum_counts(rank.sums.counts for rank in report.ranks if rank.root)),
+        "retried": asdict(sum_counts(commit.counts for commit in report.sums.retried)),
     }
 
 
 def _verdict(report: Report, full: bool) -> str:
-    counts = sum_counts(rank.sums.counts for rank in report.ranks if not rank.root)
+    sums, counts = report.sums, report.sums.counts
     found = plural(len(report.problems), "problem") if report.problems else "no problem"
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
-    retries = [rank.sums.counts for rank in report.ranks if rank.root]
-    retried = f", {sum_counts(retries).written} of which were written by a retry" if retries else ""
     checked = "sizes and contents" if full else "sizes; --full compares contents, too"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
-    ranks = plural(len(report.ranks) - len(retries), "rank")
     return (
-        f"{found}: {ranks}, {plural(counts.read, 'document')} ({counts.written} written, "
-        f"{counts.dropped} dropped, {counts.dead} dead letters{retried}) in {plural(report.number_of_files, 'file')} "
+        f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} ({counts.written} written, "
+        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in {plural(sums.files, 'file')} "
         f"of {report.output} (checked: {checked})"
     )
 

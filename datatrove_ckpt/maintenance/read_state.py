@@ -116,10 +116,8 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
     running = {(rank.root, rank.rank): rank for rank in (*state.ranks, *state.retries) if rank.state == "running"}
     for rank in ranks:
         if (found := running.get(rank.key)) is not None:
-            attempt = found.attempt
-            who = f"pid {attempt.pid} on {attempt.host}" if attempt else "another process"
             raise CheckpointLocked(
-                f"{rank.place}: {who} works on this rank, or was killed less than 20 minutes "
+                f"{rank.place}: {found.process} works on this rank, or was killed less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
@@ -389,7 +387,7 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.as_of = recent.last.at if recent.last is not None else None
         attempt.without_a_word = True
         age = duration(max(0.0, now - attempt.last_seen))
-        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {_of(attempt)}"
+        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
         rank.trouble, rank.reason = "lost", said
     else:
         _judge_ended(rank, attempt, now)
@@ -414,7 +412,8 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         return
     quiet = now - max(recent.last_at, uploaded)
     if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
-        rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {_process(rank)}"
+        holds = ", which holds its lock" if rank.holder is not None else ""
+        rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {rank.process}{holds}"
         return
     seconds = recent.window[-1].at - recent.window[0].at if recent.window else 0.0
     if seconds:
@@ -497,17 +496,6 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
         rank.trouble, rank.reason = "interrupted", f"stopped{what} {ago}; what it did is saved"
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
-
-
-def _process(rank: RankState) -> str:
-    if rank.holder is not None:
-        return f"pid {rank.holder.get('pid')} on {rank.holder.get('host')}, which holds its lock"
-    return _of(rank.attempt) if rank.attempt else "its process"
-
-
-def _of(attempt: AttemptSummary) -> str:
-    job = f", Slurm job {attempt.slurm_job}" if attempt.slurm_job else ""
-    return f"pid {attempt.pid} on {attempt.host}{job}"
 
 
 def find_slow(ranks: Sequence[RankState]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts, sum_delivered
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
 from datatrove_ckpt.checkpoint.lines import Json
@@ -171,6 +171,14 @@ class RankState(Sums):
         """The last one."""
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def process(self) -> str:
+        """The one that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
+        last = self.attempt or AttemptSummary(0, 0.0, 0.0)
+        holder = self.holder or {"host": last.host, "pid": last.pid}
+        job = f", Slurm job {last.slurm_job}" if last.slurm_job else ""
+        return f"pid {holder.get('pid')} on {holder.get('host')}{job}"
+
 
 @dataclass(slots=True)
 class Totals(Sums):
@@ -242,8 +250,8 @@ class RunState:
         """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
         found, again = copy.deepcopy(self.totals), self.retried
         found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
-        found.counts.read -= again.counts.read
-        found.counts.dead -= again.counts.read
+        if self.retries:
+            found.counts = sum_delivered((rank.rank, rank.counts) for rank in (*self.ranks, *self.retries))
         found.states = found.states + again.states
         found.rates.add(again.rates)
         found.as_of = found.as_of or again.as_of

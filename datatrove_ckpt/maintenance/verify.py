@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.identity import compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
-from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, Want, name_place, read_rank, read_ranks
+from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.setting_values import comparable
 from datatrove_ckpt.checkpoint.versions import RESHARDS
@@ -81,6 +81,7 @@ def verify(
     report = Report(checkpoints, command)
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
+        report.sums.add(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
     report.output = output or find_output(checkpoints, report.ranks, planned, given[0] if given else checkpoints)
@@ -321,6 +322,7 @@ class Report:
         output: the output folder's name.
         folder: the same as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
+        sums: over the ranks.
         not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
@@ -330,6 +332,7 @@ class Report:
     output: str = ""
     folder: DataFolder = field(init=False)
     ranks: list[RankLedger] = field(default_factory=list)
+    sums: JobSums = field(default_factory=JobSums)
     chunks: list[CommittedChunk] = field(default_factory=list)
     not_started: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -362,10 +365,6 @@ class Report:
     def tasks(self) -> int:
         """The number of tasks of the run; 0 if no run.json tells."""
         return max((rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root), default=0)
-
-    @property
-    def number_of_files(self) -> int:
-        return sum(len(chunk.files) for chunk in self.chunks)
 
 
 # output files ---------------------------------------------------------------------------------------------------------
@@ -423,7 +422,7 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
         report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
         return None
-    if not there and not folder_is_given and report.number_of_files:
+    if not there and not folder_is_given and report.sums.files:
         report.add_problem(
             "output",
             f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "

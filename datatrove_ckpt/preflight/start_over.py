@@ -45,7 +45,7 @@ def start_over(plan: RunPlan, config: str | None, as_one: bool) -> dict[Path, Pa
         for retry, number, folder in find_ranks(root):
             if (holder := files.lock_holder(folder / LOCK)) is not None:
                 raise CheckpointLocked(
-                    f"--start-over: pid {holder.get('pid')} on {holder.get('host')} works on "
+                    f"--start-over: {files.name_holder(holder)} works on "
                     f"{name_place(retry, number)} in {root}. Stop that run, and run the same command again."
                 )
     number = next(n for n in count(1) if not any(_aside(folder, n).exists() for folder in folders))

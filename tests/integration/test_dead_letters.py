@@ -120,16 +120,21 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, command: Command) -> None:
-    job, refused = "job.yaml", ["Say e"]
+    job, refused = "job.yaml", ["Say a", "Say e"]
     with FakeServer(status=rejects(refused)) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
         assert "2 of 2 ranks are not finished" in command("run", job, "--retry-dead-letters", code=2).err
-        assert "5 of 6 documents are in 2 files" in command("run", job).out
-        refused.clear()
+        printed = command("run", job).out
+        assert "4 of 6 documents are in 2 files" in printed
+        assert "Retried" not in printed
+        refused.remove("Say e")
         printed = command("run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true").out
-        assert "6 of 6 documents are in 3 files" in printed
-        command("run", job, "--pipeline.1.retry_dead_letters=true")
+        assert "5 of 6 documents are in 3 files" in printed
+        assert " completion tokens. Retried 2 dead letters: 1 succeeded, 1 still dead. Checked: " in printed
+        printed = command("run", job, "--pipeline.1.retry_dead_letters=true").out
+        assert " Retried 1 dead letter: 0 succeeded, 1 still dead. " in printed
+        assert "Retried" not in command("run", job), "what earlier commands retried"
     assert "Rank 1: there are no dead letters to retry" in (here / "logs" / "logs" / "task_00001.log").read_text()
     assert ids(here, "*_retry1_*") == ["id 4"]
 

@@ -75,7 +75,7 @@ def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_pat
     _, error = second.communicate(timeout=300)
     assert second.returncode == 1
     assert "CheckpointLocked: Another process works on this rank" in error
-    assert f'"host":"{os.uname().nodename}","pid":{first.pid}' in error
+    assert f"pid {first.pid} on {os.uname().nodename} holds " in error
     server.release()
     _, error = first.communicate(timeout=400)
     assert first.returncode == 0, error

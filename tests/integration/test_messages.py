@@ -112,6 +112,11 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
     command("run", "job.yaml", "--retry-dead-letters", "--fail-on-dead-letters", accepted)
 
 
+def test_the_statistics_of_a_single_task_are_on_the_terminal_once(job: Path, command: Command) -> None:
+    assert command("run", "job.yaml").err.count("\U0001f4c9 Stats: ") == 1
+    assert "Stats: Task 0" in (job / "logs" / "logs" / "task_00000.log").read_text()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", ["exists", "open"])
 def test_a_checkpoint_of_another_user_is_named(

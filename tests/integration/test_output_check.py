@@ -477,7 +477,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     assert "(0 dropped, 0 dead letters), for 11 requests" in said
     assert "2 of 10 answers were cut off" in said
     status = command("status", "job.yaml").out
-    assert "10 done; 10 (10 written, 0 dropped, 0 dead)" in status
+    assert "10 done: 10 written in 7 chunks, 0 dropped, 0 dead\n" in status
     assert "  requests   11 of documents that are done" in status
     assert "2 of 10 answers were cut off" in status
     assert "  dead " not in status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,19 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     assert error[1:] == [f"The traceback is in the log of task 0: {log}"]
     assert "Traceback" in log.read_text()
     assert "Traceback" not in said
+
+
+def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here: Path, command: Command) -> None:
+    with FakeServer(hold_after=1) as server:
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")
+        words = ["run", "job.yaml", "--executor.workers=2"]
+        script = "import sys; from datatrove_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        first = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)
+        until(lambda: len(server.payloads) == 6)
+        assert f"pid {first.pid} on {os.uname().nodename} holds " in command("run", "job.yaml", code=1).error
+        assert f"--start-over: pid {first.pid} on " in command("run", "job.yaml", "--start-over", code=1).error
+        server.release()
+        assert first.wait() == 0
 
 
 @pytest.mark.parametrize(("failures", "silent"), [(2, 3600.0), (1, 0.0)])

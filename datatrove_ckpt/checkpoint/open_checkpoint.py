@@ -15,13 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import (
-    Chunk,
-    ChunkSlot,
-    ChunkTracker,
-    PositionGetter,
-    no_position,
-)
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, PositionGetter, no_position
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
 from datatrove_ckpt.checkpoint.fields import RunIdentity

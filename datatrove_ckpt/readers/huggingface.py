@@ -31,15 +31,7 @@ from datatrove_ckpt.readers.extent import InputExtent
 from datatrove_ckpt.readers.hub_messages import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_documents import NoDocument
-from datatrove_ckpt.readers.positions import (
-    Adapter,
-    FilePosition,
-    FileRead,
-    Row,
-    RowShard,
-    State,
-    job_revisions,
-)
+from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Row, RowShard, State, job_revisions
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.readers.steps import plain_settings

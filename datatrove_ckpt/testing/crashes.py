@@ -17,14 +17,7 @@ import xxhash
 from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.checkpoint.history_records import parse_history
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
-from datatrove_ckpt.testing.disks import (
-    EFFECTS,
-    REMOTE_EFFECTS,
-    CrashingDisk,
-    PowerLossDisk,
-    copy_tree,
-    disk_in_place,
-)
+from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, CrashingDisk, PowerLossDisk, copy_tree, disk_in_place
 
 Attempt: TypeAlias = Callable[[Path], None]
 """One attempt of a job. It keeps everything below the folder that it is given."""

@@ -5,13 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.config.inference_config import (
-    Engine,
-    EngineCommand,
-    InferenceConfig,
-    Launch,
-    arguments,
-)
+from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch, arguments
 from datatrove_ckpt.errors import ConfigError
 
 

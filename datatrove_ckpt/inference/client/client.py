@@ -65,21 +65,8 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client.answers import (
-    Completion,
-    RetryableError,
-    parse_chat,
-    parse_completion,
-    unfinished,
-)
-from datatrove_ckpt.inference.client.routing import (
-    FIRST_LIMIT,
-    AttemptLost,
-    HealthProbe,
-    Request,
-    Router,
-    Target,
-)
+from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion, unfinished
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, AttemptLost, HealthProbe, Request, Router, Target
 from datatrove_ckpt.inference.client.transport import make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once

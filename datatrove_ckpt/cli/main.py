@@ -151,7 +151,6 @@ def _number(what: str, is_right: Callable[[float], bool], text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
 
-_rate = partial(_number, "number of documents per second, such as 26", lambda rate: 0 < rate < math.inf)
 _interval = partial(_number, "number of seconds, such as 2", lambda seconds: 0 < seconds <= 86400)
 _price = partial(_number, "price, such as 2.50", lambda price: 0 <= price < math.inf)
 
@@ -249,18 +248,7 @@ def run() -> None:
     """
 
 
-@_command(
-    "run",
-    _CONFIG,
-    _JSON,
-    _flag("--all", "print the checks that are ok, too"),
-    _argument(
-        "RATE",
-        "of one task, to compare what piles up while the hub refuses commits with the room for it",
-        "--documents-per-second",
-        type=_rate,
-    ),
-)
+@_command("run", _CONFIG, _JSON, _flag("--all", "print the checks that are ok, too"))
 def doctor() -> None:
     """Check folders, input, servers and limits before a job starts.
 

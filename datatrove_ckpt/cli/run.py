@@ -53,7 +53,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.preflight.doctor import examine
 
     with log_disabled("datatrove", "datatrove_ckpt"):
-        checks = list(examine(executor, arguments.documents_per_second))
+        checks = list(examine(executor))
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:

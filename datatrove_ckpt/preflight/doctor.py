@@ -69,12 +69,10 @@ class Look:
     """What the checks look at.
 
     Attributes:
-        documents_per_second: of one task, for the room that it needs while the hub refuses commits; None: not given.
         sample: of the input, once it has been read.
     """
 
     plan: RunPlan
-    documents_per_second: float | None
     sample: Sample = field(default_factory=Sample)
 
     def needs(self, step: InferenceRunner) -> Needs:
@@ -82,13 +80,9 @@ class Look:
         return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
 
 
-def examine(executor: PipelineExecutor, documents_per_second: float | None = None) -> Iterator[Finding]:
-    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem.
-
-    Args:
-        documents_per_second: see ``Look``.
-    """
-    look = Look(plan := RunPlan(executor), documents_per_second)
+def examine(executor: PipelineExecutor) -> Iterator[Finding]:
+    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
+    look = Look(plan := RunPlan(executor))
     yield from about("pipeline", _check_steps(plan))
     yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
@@ -131,10 +125,6 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
     if (hub := HubFolder.of(step.output_writer.output_folder)) is not None:
         yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
-        if step.checkpoints_local_dir is not None:
-            given = look.documents_per_second
-            room = check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, given)
-            yield from about(f"{place}checkpoints", [room])
 
 
 def _check_server(config: InferenceConfig) -> Iterator[Finding]:
@@ -379,14 +369,11 @@ def _answers(most: int | None) -> str:
 
 # The rules of the hub -------------------------------------------------------------------------------------------------
 #
-# What they mean for a job: commits per hour, files per folder, and room while the hub refuses commits. The rules are
-# those of a free account. A hub that refuses commits (429) says for how long, up to an hour. Generation goes on
-# meanwhile, so what is finished waits on the disk of the checkpoint: its journals and answers, and its files.
+# What they mean for a job: commits per hour, and files per folder. The rules are those of a free account.
 
 FILES_PER_FOLDER = 10_000
 FILES_PER_REPOSITORY = 100_000
 _HOURS_OF_COMMITS = 24
-_TASKS_OBSERVED = 20
 
 
 def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
@@ -416,39 +403,6 @@ def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
             f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
         )
     return Finding(state, "commits", text)
-
-
-def check_refusals(
-    folder: Path, sample: Sample, answer: int | None, ranks: int, documents_per_second: float | None
-) -> Finding:
-    """Compares the free bytes with what piles up in an hour in which the hub takes no commit.
-
-    Args:
-        folder: ``checkpoints_local_dir``.
-        answer: bytes of the answers to one document; None if unknown.
-        ranks: tasks at once, on this disk.
-        documents_per_second: of one task; None: not known.
-    """
-    what = "while the hub refuses commits"
-    free = shutil.disk_usage(existing_part(folder)).free
-    if not sample.number:
-        text = f"{byte_size(free)} free; what an hour needs {what} cannot be estimated: no document could be read."
-        return Finding("ok", "room for refusals", text)
-    # The journal and the staged file hold document and answer, the request cache the answer.
-    each = 2 * (sample.mean + (answer or 0)) + (answer or 0)
-    basis = f"{plural(ranks, 'task')} at once, documents of {byte_size(sample.mean)}, {_answers(answer)}"
-    if documents_per_second is None:
-        text = f"{byte_size(free)} free; {what}, an hour of 1 document per second and task needs "
-        text += f"{byte_size(each * ranks * HOUR)} ({basis}). Give --documents-per-second to have it compared."
-        return Finding("ok", "room for refusals", text)
-    need = int(each * ranks * documents_per_second * HOUR)
-    state: State = "ok" if free >= need else "warning"
-    text = f"{byte_size(free)} free; {what}, an hour needs up to {byte_size(need)}: {basis}, "
-    text += f"{documents_per_second:.3g} documents per second and task, as given."
-    if state == "warning":
-        hours = free / need * HOUR
-        text += f" It is full after {duration(hours)}; then the job waits, and goes on by itself. Free some space."
-    return Finding(state, "room for refusals", text)
 
 
 def check_files(writer: DiskWriter, chunks: int, tasks: int) -> Finding:

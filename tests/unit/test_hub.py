@@ -18,9 +18,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.preflight import doctor
-from datatrove_ckpt.preflight.doctor import check_commits, check_files, check_refusals
-from datatrove_ckpt.preflight.input_checks import Sample
+from datatrove_ckpt.preflight.doctor import check_commits, check_files
 from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
@@ -241,30 +239,6 @@ def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
     )
     assert "about 1600 per hour" in many.message
     assert "112 (hub_commits_per_hour), and to 56 before they end, so a file waits about 1.8 h for its" in many.message
-
-
-def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-
-
-@pytest.mark.parametrize(("free", "state"), [(100 << 30, "ok"), (1 << 20, "warning")])
-def test_room_while_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, state: str) -> None:
-    with_free(monkeypatch, free)
-    sample = Sample(number=10, mean=2048)
-    check = check_refusals(tmp_path, sample, 4096, ranks=2, documents_per_second=26.0)
-    assert check.state == state
-    # journal and staged file: document and answer; request cache: answer
-    need = (2 * (2048 + 4096) + 4096) * 2 * 26 * 3600
-    assert f"an hour needs up to {doctor.byte_size(need)}" in check.message
-    assert "26 documents per second and task, as given" in check.message
-    assert ("It is full after" in check.message) == (state == "warning")
-
-
-def test_without_a_rate_it_says_what_each_document_per_second_needs(tmp_path: Path) -> None:
-    check = check_refusals(tmp_path, Sample(number=10, mean=1000), 0, ranks=1, documents_per_second=None)
-    assert check.state == "ok"
-    assert "an hour of 1 document per second and task needs 6.9 MB" in check.message
-    assert "--documents-per-second" in check.message
 
 
 IN_A_FOLDER = "more than 10000 in a folder. Raise records_per_chunk"

@@ -69,7 +69,11 @@ class HistoryLog:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             files.disk.truncate(path, path.stat().st_size - len(content) + whole)
-        self._look_back(content[:whole])
+        for line in reversed(content[:whole].splitlines(keepends=True)):
+            record = parse_line(line) if is_progress_line(line) else None
+            if isinstance(record, Progress):
+                self.earlier, self.position = record.total, record.position
+                break
         self._file = files.AppendFile(path)
         self.unsynced = False
         self.generation = 0
@@ -80,13 +84,6 @@ class HistoryLog:
         with explained("read", self.path), self.path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
             return file.read()
-
-    def _look_back(self, content: bytes) -> None:
-        for line in reversed(content.splitlines(keepends=True)):
-            record = parse_line(line) if is_progress_line(line) else None
-            if isinstance(record, Progress):
-                self.earlier, self.position = record.total, record.position
-                return
 
     @property
     def size(self) -> int:

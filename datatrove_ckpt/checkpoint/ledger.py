@@ -576,7 +576,8 @@ class Expected:
         """
         known = run.get("owner", {}).get("commits", 0)
         last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
-        return cls(folder, known, last, documents_of(folder / SHARD) if finished else None)
+        documents = read_shard(folder / SHARD).get("documents") if finished else None
+        return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: CommitSums) -> None:
         """Checks that no commit is lost, as far as that can be known.
@@ -623,12 +624,6 @@ def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commi
     _check_sequence(folder / COMMITS, commits)
     _check_dead_letters(folder / DEAD_LETTERS, commits)
     return commits, size
-
-
-def documents_of(shard: Path) -> int | None:
-    """The number of documents that a finished rank has read, as ``shard.json`` says."""
-    documents = read_shard(shard).get("documents")
-    return documents if is_count(documents) else None
 
 
 def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:

@@ -354,18 +354,14 @@ class Walk:
         for each, part in sorted(vars(value).items()) if isinstance(value, type) else [("", value)]:
             inner = getattr(part, "fget", None) or getattr(part, "__func__", part)
             if isinstance(inner, types.FunctionType) and is_written(inner.__code__):
-                self._check_edited(found, module, inner)
+                if module.was_edited and module.source.find(inner.__code__, True) is None:
+                    found.bytecode.append(write_code(inner.__code__))  # the source was edited after it was imported
             elif isinstance(part, str | int | float | bytes):
                 if not each.startswith("_") and each not in self._left_out(value):
                     self._add(found, f".{each}", part, file=module.file)
             elif not each.startswith("__"):
                 plain.of(inner)
         self._reach_all(found, plain)
-
-    def _check_edited(self, found: _Found, module: Module, function: types.FunctionType) -> None:
-        """Of source that was edited after it was imported, the bytecode counts."""
-        if module.was_edited and module.source.find(function.__code__, True) is None:
-            found.bytecode.append(write_code(function.__code__))
 
     def _reach_value(self, origin: _Found, thing: Any) -> bool:
         """Follows a function, class or module of the user. False: its source is that of a value."""

@@ -179,10 +179,12 @@ class HubFolder:
         Raises:
             OSError: the hub cannot be reached, or refuses (no such repository, no permission).
         """
+        from huggingface_hub.errors import EntryNotFoundError
+
         try:
             return dict(self._listed())
-        except Exception as error:
-            if not _is_missing_entry(error):
+        except EntryNotFoundError as error:  # a folder appears with its first file; a repository would be another error
+            if http_status(error) not in (404, None):
                 raise
             return {}
 
@@ -278,10 +280,3 @@ def _is_file(entry: Any) -> bool:  # an entry of a listing
 def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
     lfs = getattr(entry, "lfs", None)
     return HubFile(int(entry.size), lfs.sha256 if lfs is not None else None, getattr(entry, "blob_id", None))
-
-
-def _is_missing_entry(error: BaseException) -> bool:
-    """Whether the repository exists and the folder in it does not: a folder appears with its first file."""
-    from huggingface_hub.errors import EntryNotFoundError
-
-    return isinstance(error, EntryNotFoundError) and http_status(error) in (404, None)

@@ -114,18 +114,14 @@ class _Access:
     _make: bool
     _count_committed: Callable[[], int] | None
 
-    @property
-    def _where(self) -> str:
-        return self._folder.url
-
     def ask(self) -> str:
         from huggingface_hub import constants, get_token
 
         if constants.HF_HUB_OFFLINE:
-            raise _Refused(f"{self._where}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
+            raise _Refused(f"{self._folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
         if get_token() is None:
             raise _Refused(
-                f"{self._where}: there is no token for the hub. Export HF_TOKEN with one that may write to "
+                f"{self._folder.url}: there is no token for the hub. Export HF_TOKEN with one that may write to "
                 f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
         return self._check_bucket() if self._folder.is_bucket else self._check_repository()
@@ -137,7 +133,7 @@ class _Access:
             self._folder.api().bucket_info(self._folder.repo)
         except BucketNotFoundError:
             return self._missing()
-        return f"{self._where} exists. Whether the token may write to a bucket shows with the first file."
+        return f"{self._folder.url} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
         from huggingface_hub import get_session, hf_raise_for_status
@@ -153,8 +149,8 @@ class _Access:
         if folder.revision is not None:
             self._check_branch(folder.revision)
         if response.status_code == 404:
-            return f"{self._where}: whether the token may write to this hub shows with the first file."
-        return f"{self._where} exists, and the token may write to it."
+            return f"{self._folder.url}: whether the token may write to this hub shows with the first file."
+        return f"{self._folder.url} exists, and the token may write to it."
 
     def _check_branch(self, revision: str) -> None:
         refs = self._folder.api().list_repo_refs(
@@ -164,13 +160,13 @@ class _Access:
         if revision in branches or revision in {ref.ref for ref in refs.pull_requests or []}:
             return
         if revision in {name for ref in refs.tags for name in (ref.name, ref.ref)}:
-            raise _Refused(f"{self._where}: {revision!r} is a tag. Files can only be added to a branch: name one.")
+            raise _Refused(f"{self._folder.url}: {revision!r} is a tag. Files can only be added to a branch: name one.")
         if committed := self._committed():
             raise _Refused(_gone(self._folder, f"{self._folder.repo} has no branch {revision!r}", committed))
         what = ["hf", "repos", "branch", "create", self._folder.repo, revision, "--repo-type", self._folder.kind]
         raise _Refused(
-            f"{self._where}: {self._folder.repo} has no branch {revision!r}. Correct the name, or make the branch: "
-            f"{shlex.join(what)}"
+            f"{self._folder.url}: {self._folder.repo} has no branch {revision!r}. Correct the name, or make the "
+            f"branch: {shlex.join(what)}"
         )
 
     # a missing repository --------------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ class _Access:
         try:
             return self._count_committed() if self._count_committed is not None else 0
         except CkptError as error:
-            raise _Refused(f"{self._where} has vanished, or this token may not see it. {error}") from None
+            raise _Refused(f"{self._folder.url} has vanished, or this token may not see it. {error}") from None
 
     def _missing(self) -> str:
         if committed := self._committed():
@@ -188,21 +184,21 @@ class _Access:
         how = "private" if self._private else "public"
         if self._private is None:
             raise _Refused(
-                f"{self._where}: there is no {kind} {self._folder.repo}, or this token may not see it. Correct the "
-                f"name or the token, or make it: {self._command()}"
+                f"{self._folder.url}: there is no {kind} {self._folder.repo}, or this token may not see it. Correct "
+                f"the name or the token, or make it: {self._command()}"
             )
         if self._folder.revision is not None:
             raise _Refused(
-                f"{self._where}: there is no {kind} {self._folder.repo}, so it has no branch "
+                f"{self._folder.url}: there is no {kind} {self._folder.repo}, so it has no branch "
                 f"{self._folder.revision!r}. Make both: {self._command()}, then hf repos branch create."
             )
         if not self._make:
-            return f"{self._where}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
+            return f"{self._folder.url}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
         api = self._folder.api()
         create = api.create_bucket if self._folder.is_bucket else partial(api.create_repo, repo_type=self._folder.kind)
         create(self._folder.repo, private=self._private, exist_ok=True)
-        logger.info(f"{self._where}: made the {how} {kind} {self._folder.repo}, which was not there.")
-        return f"{self._where}: made the {how} {kind}."
+        logger.info(f"{self._folder.url}: made the {how} {kind} {self._folder.repo}, which was not there.")
+        return f"{self._folder.url}: made the {how} {kind}."
 
     def _command(self) -> str:
         kind, of_kind = ("buckets", []) if self._folder.is_bucket else ("repos", ["--repo-type", self._folder.kind])

@@ -108,9 +108,8 @@ class UploadedFile:
     @cached_property
     def content_hash(self) -> str:
         """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
-        return self._git_hash() if self.is_regular else str(self._operation.upload_info.sha256.hex())
-
-    def _git_hash(self) -> str:
+        if not self.is_regular:
+            return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
             content = file.read()
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -58,7 +58,8 @@ class FileNames:
         self.fields = fields_of_documents(template)
         self._rank = rank
         self._prefix = prefix
-        self._fill = _original(writer)
+        # A writer that several ranks use in turn has the method of the rank before.
+        self._fill: FillTemplate = getattr(writer._get_output_filename, "original", writer._get_output_filename)
         self._number = len("000_") if writer.max_file_size > 0 else 0
         self._reserved = [(STAGING,), *_checkpoints_below(writer, checkpoints)]
         neutral = dict.fromkeys(self.fields, "x") | {"rank": "00000", "chunk_index": "00000"}
@@ -133,12 +134,6 @@ class FileNames:
 
     def _value(self, document: Document, field: str) -> object:
         return document.id if field == "id" else document.metadata.get(field)
-
-
-def _original(writer: DiskWriter) -> FillTemplate:
-    """The writer's own method: a writer that several ranks use in turn has the one of the rank before."""
-    method: FillTemplate = writer._get_output_filename
-    return getattr(method, "original", method)
 
 
 def _without_our_names(document: Document) -> Document:

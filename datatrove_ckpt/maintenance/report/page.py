@@ -113,16 +113,14 @@ class Page:
             "state": element("span", self.state, class_=f"pill {self.tone}"),
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
             "notes": joined(element("p", line, class_="note") for line in self.missing),
-            "figures": joined(map(_figures, filter(None, (self.figures, self.costs)))),
+            "figures": joined(
+                element("dl", *map(_figure, each), class_="figures") for each in (self.figures, self.costs) if each
+            ),
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
         }
         template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
         return Template(template).substitute(parts)
-
-
-def _figures(figures: Sequence[Figure]) -> Markup:
-    return element("dl", *map(_figure, figures), class_="figures")
 
 
 def _figure(one: Figure) -> Markup:

@@ -201,10 +201,7 @@ def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:
 
 
 def _compare_ranks(
-    root: Path,
-    ranks: Iterable[int],
-    identity: RunIdentity,
-    counts: Callable[[Change], bool] = lambda change: True,
+    root: Path, ranks: Iterable[int], identity: RunIdentity, counts: Callable[[Change], bool] = lambda change: True
 ) -> JobChanges:
     runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
     kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}

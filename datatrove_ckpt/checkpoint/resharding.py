@@ -155,10 +155,7 @@ class Staging:
 
 
 def carry_out(
-    root: Path,
-    plan: ReshardPlan,
-    forget_marker: Callable[[int], None],
-    remove_output: Callable[[list[str]], None],
+    root: Path, plan: ReshardPlan, forget_marker: Callable[[int], None], remove_output: Callable[[list[str]], None]
 ) -> None:
     """Makes all changes of a plan. Safe to repeat. The locks of all ranks must be held.
 

@@ -114,11 +114,7 @@ class _Run:
         self._process(retry.documents(), rank, *self._checkpoint(retry.root, rank, retry.prefix))
 
     def _process(
-        self,
-        data: Iterable[Document],
-        rank: int,
-        open_checkpoint: Callable[[], Checkpoint],
-        output: ChunkOutput | None,
+        self, data: Iterable[Document], rank: int, open_checkpoint: Callable[[], Checkpoint], output: ChunkOutput | None
     ) -> None:
         step, preemption = self.step, self.preemption
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)

@@ -67,10 +67,7 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 
 
 def code_identity(
-    rollout_fn: Any,
-    shared_context: Any,
-    when_made: CodeIdentity | None = None,
-    output_writer: Any = None,
+    rollout_fn: Any, shared_context: Any, when_made: CodeIdentity | None = None, output_writer: Any = None
 ) -> CodeIdentity:
     """Describes the user's code.
 

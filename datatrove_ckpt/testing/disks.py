@@ -103,11 +103,7 @@ class CrashingDisk(WatchedDisk):
     """
 
     def __init__(
-        self,
-        crash_at: int,
-        folder: Path,
-        torn: bool = False,
-        counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
+        self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS)
     ) -> None:
         super().__init__()
         self._counted = counted

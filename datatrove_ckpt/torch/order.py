@@ -189,12 +189,7 @@ class BlockTable:
     """
 
     def __init__(
-        self,
-        blocks: Iterable[Block],
-        streams: Iterable[int] = (),
-        skip: int = 0,
-        limit: int = -1,
-        size: int = 1,
+        self, blocks: Iterable[Block], streams: Iterable[int] = (), skip: int = 0, limit: int = -1, size: int = 1
     ) -> None:
         table = np.array([(b.file, b.first, b.rows, b.bytes) for b in blocks], dtype=np.int64).reshape(-1, 4)
         self.file, self.first, rows, in_file = (np.ascontiguousarray(column) for column in table.T)

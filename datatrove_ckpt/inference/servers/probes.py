@@ -165,11 +165,7 @@ class Admission:
 
 
 async def adapt_admission(
-    name: str,
-    target: Target,
-    router: Router,
-    read: Callable[[float], Awaitable[Metrics | None]],
-    admission: Admission,
+    name: str, target: Target, router: Router, read: Callable[[float], Awaitable[Metrics | None]], admission: Admission
 ) -> NoReturn:
     """Adapt the target's limit to its engine until cancelled.
 

@@ -146,8 +146,6 @@ def _runner(plan: RunPlan, tasks: int) -> RunnerPlan:
     Raises:
         ConfigError: its documents do not stand for themselves.
     """
-    if tasks < 1:
-        raise ConfigError(f"reshard: --tasks must be at least 1; it is {tasks}.")
     runner = plan.only_runner("reshard")
     if why := _why_not(runner.before, runner.step, plan.tasks):
         raise ConfigError(f"reshard: {why}")

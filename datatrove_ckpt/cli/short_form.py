@@ -25,6 +25,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
+    ANSWER,
     SHORT_NAMES,
     build,
     construct,
@@ -89,7 +90,6 @@ _SLURM: Node = {
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
 NAMES = [field.name for field in fields(ShortJob)]
-ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
 OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
 

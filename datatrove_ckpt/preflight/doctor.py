@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
@@ -121,6 +122,7 @@ def _check_steps(plan: RunPlan) -> Iterator[Finding]:
 def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
     """The checks of what one runner names. ``place``: stands before the subjects."""
     step, remote = runner.step, runner.step.checkpoints_remote_dir
+    yield from about(f"{place}input", _check_prompt(look, runner))
     yield from about(f"{place}server", _check_server(step.config))
     yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
     for check in (_check_output, _check_writer, _check_space):
@@ -135,6 +137,12 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
             given = look.documents_per_second
             room = check_refusals(step.checkpoints_root, look.sample, answer_bytes(step), look.plan.at_once, given)
             yield from about(f"{place}checkpoints", [room])
+
+
+def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    if look.sample.first and runner.index == 1 and runner.step.on_document_error == "stop":
+        check_first(runner.step.rollout_fn, decode(look.sample.first))
+    yield from ()
 
 
 def _check_server(config: InferenceConfig) -> Iterator[Finding]:
@@ -386,7 +394,6 @@ def _answers(most: int | None) -> str:
 FILES_PER_FOLDER = 10_000
 FILES_PER_REPOSITORY = 100_000
 _HOURS_OF_COMMITS = 24
-_TASKS_OBSERVED = 20
 
 
 def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -35,7 +37,7 @@ from datatrove_ckpt.cli.yaml_config import (
     refuse_unknown,
     set_at_path,
 )
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.redaction import HIDDEN
 
@@ -202,9 +204,13 @@ def run(
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
+    start_over: bool = False,
     **settings: object,
 ) -> Path:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
+
+    Args:
+        start_over: rename what the run has made (``runs/x`` to ``runs/x.1``), and begin anew.
 
     Returns:
         The folder of the output.
@@ -215,8 +221,64 @@ def run(
     """
     content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
-    build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
+    content = {name: value for name, value in content.items() if value is not None}
+    from datatrove_ckpt.cli import start_over as moves  # slow to import
+    from datatrove_ckpt.preflight.run_plan import RunPlan
+
+    executor, words = None, partial(in_short_words, source="run()")
+    try:
+        executor = build(expand(content, "run()"))
+        if start_over:
+            retries = content.get("retry_dead_letters")
+            moves.start_over(executor, Namespace(config=None, words=words, command="", retry_dead_letters=retries))
+            executor = build(expand(content, "run()"))
+        executor.run()
+    except CkptError as error:
+        how = "pass start_over=True to run()."
+        more = "" if executor is None else moves.advice(error, RunPlan(executor), None, how)
+        error.args = (words(str(error)) + more,)
+        raise
     return Path(run_folder, "output").expanduser()
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+# What checks say is of the long form. Where it leaves the program, the names of the short form take their places.
+
+_FOLDER = r"(?<![\w/.])(?:checkpoints_local_dir|output_folder|logging_dir)\b(?!/)"
+_JOINED = r"(?:,? and(?: with)?|,| or)(?: an?| another)?"
+_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_JOINED} (?:{_FOLDER}|output_filename|output folder))*"
+_WORDS = {
+    r"\boutput_(folder: $|writer: (?='))": "output: ",
+    rf" \(or {_FOLDERS}\)": "",
+    _FOLDERS: "run_folder",
+    r"\bdata_folder(,? (or |and )?glob_pattern)?\b": "input",
+    r"\bmodel_name_or_path\b": "model",
+    r"\bendpoint_url\b": "endpoint",
+    r",? (or|and) (write )?(an|the) adapter( of the reader| that gives one)?": "",
+    r" in default_generation_params( or generation_params)?\b": "",
+    r"--(executor|pipeline\.\d+(\.\w+)*)\.(?=\w+=)": "--",
+    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor \w+: ": "SOURCE: ",
+    r"\bpipeline\[\d+\] ": "",
+    r"\b(InferenceConfig|default_generation_params|rollout_fn)\.|\s*\(rollout_fn\)": "",
+    r"\brollout_fn\b": "rollout",
+}
+_IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
+_QUOTED = re.compile(r'("(?:\\.|[^"\\\n])*")')
+
+
+def words_of(path: str | None) -> Callable[[str], str]:
+    """Puts messages into the words of a job: of a file, or of the command line."""
+    is_long = path is not None and "executor" in load(path)
+    return str if is_long else partial(in_short_words, source=path or "the command line")
+
+
+def in_short_words(text: str, source: str) -> str:
+    """A message about a job in the short form. What it quotes stays as it is."""
+    parts = _QUOTED.split(text)
+    for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
+        parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _node(class_path: str, **arguments: Any) -> Node:

@@ -11,7 +11,6 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.yaml_config import load
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.maintenance import relocate
 from datatrove_ckpt.maintenance.verify import verify
@@ -33,7 +32,7 @@ def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> Non
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
     plan, config = RunPlan(executor), arguments.config
     check_steps(plan)
-    moved = moves.start_over(plan, config, as_one=config is None or "executor" not in load(config))
+    moved = moves.start_over(plan, config, as_one=arguments.words is not str)
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():
@@ -41,12 +40,12 @@ def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> Non
     arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
 
 
-def advice(error: Exception, plan: RunPlan, arguments: argparse.Namespace) -> str:
-    """For a refusal that tells to choose other folders: the command that starts over, if it would not be refused."""
+def advice(error: Exception, plan: RunPlan, config: str | None, how: str) -> str:
+    """For a refusal that tells to choose other folders: how to start over, if that would not be refused."""
     if isinstance(error, CheckpointMismatch | InputError) and _OTHER_FOLDERS.search(str(error)):
         with suppress(CkptError, OSError):
-            if moves.folders_to_move(plan, arguments.config):
-                return f"\nTo start over, with what is there moved aside: {arguments.command} {FLAG}"
+            if moves.folders_to_move(plan, config):
+                return f"\nTo start over, with what is there moved aside: {how}"
     return ""
 
 

@@ -327,10 +327,10 @@ def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMis
 def _lines(change: Change) -> list[str]:
     """A field with both values; of two mappings, what differs."""
     field, old, new = change[:3]
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [key for key in {**old, **new} if _shown(old, key) != _shown(new, key)]
-        return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
-    return [f"  {field}: {change.shown_old} -> {change.shown_new}"]
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [f"  {field}: {change.shown_old} -> {change.shown_new}"]
+    found = [(key, _shown(old, key), _shown(new, key)) for key in {**old, **new}]
+    return [f"  {field}.{key}: {before} -> {now}" for key, before, now in found if before != now]
 
 
 def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True, is_left: bool = True) -> str:

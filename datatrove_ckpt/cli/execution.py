@@ -225,11 +225,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         return error
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
     inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
-    if error.errno in (errno.EACCES, errno.EPERM) and any(map(path.is_relative_to, inputs)):
-        return InputError(
-            f"{path}: this file of the input cannot be read: {error.strerror}. Give this user the permission to read "
-            "it, and run the same command again; everything saved so far is kept."
-        )
     near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
     setting = next(near, None)
     if error.errno == errno.ENOENT:
@@ -239,10 +234,11 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
         return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
     where = f" ({setting})" if setting else ""
-    other = f", or choose another {setting}," if setting else ""
+    other = f", or mount it writable, or choose another {setting}," if setting else ", or mount it writable,"
+    other = " to read it," if any(map(path.is_relative_to, inputs)) else other
     return StorageFailed(
-        f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
-        "run the same command again; everything saved so far is kept."
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
+        "same command again; everything saved so far is kept."
     )
 
 

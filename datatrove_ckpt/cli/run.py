@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return sample(executor, arguments.sample)
     if arguments.start_over and not arguments.dry_run:
-        from datatrove_ckpt.cli.start_over import start_over
+        from datatrove_ckpt.cli.start_over import FLAG, start_over
 
-        start_over(executor, arguments)
+        start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
+        arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
         content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
         executor = build(content)
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it

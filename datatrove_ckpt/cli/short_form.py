@@ -15,7 +15,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -225,18 +224,16 @@ def run(
     from datatrove_ckpt.cli import start_over as moves  # slow to import
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    executor, words = None, partial(in_short_words, source="run()")
+    executor = None
     try:
         executor = build(expand(content, "run()"))
         if start_over:
-            retries = content.get("retry_dead_letters")
-            moves.start_over(executor, Namespace(config=None, words=words, command="", retry_dead_letters=retries))
+            moves.start_over(executor, None, True, bool(settings.get("retry_dead_letters")))
             executor = build(expand(content, "run()"))
         executor.run()
     except CkptError as error:
-        how = "pass start_over=True to run()."
-        more = "" if executor is None else moves.advice(error, RunPlan(executor), None, how)
-        error.args = (words(str(error)) + more,)
+        advice = executor and moves.advice(error, RunPlan(executor), None, "pass start_over=True to run().")
+        error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
         raise
     return Path(run_folder, "output").expanduser()
 
@@ -246,8 +243,8 @@ def run(
 # What checks say is of the long form. Where it leaves the program, the names of the short form take their places.
 
 _FOLDER = r"(?<![\w/.])(?:checkpoints_local_dir|output_folder|logging_dir)\b(?!/)"
-_JOINED = r"(?:,? and(?: with)?|,| or)(?: an?| another)?"
-_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_JOINED} (?:{_FOLDER}|output_filename|output folder))*"
+_NEXT = rf",?(?: and(?: with)?| or)?(?: an?| another)? (?:{_FOLDER}|output_filename\b|output folder)"
+_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_NEXT})*"
 _WORDS = {
     r"\boutput_(folder: $|writer: (?='))": "output: ",
     rf" \(or {_FOLDERS}\)": "",
@@ -256,12 +253,12 @@ _WORDS = {
     r"\bmodel_name_or_path\b": "model",
     r"\bendpoint_url\b": "endpoint",
     r",? (or|and) (write )?(an|the) adapter( of the reader| that gives one)?": "",
-    r" in default_generation_params( or generation_params)?\b": "",
+    r" in default_generation_params\b( or generation_params\b)?|\bpipeline\[\d+\] (?!\S+: )": "",
     r"--(executor|pipeline\.\d+(\.\w+)*)\.(?=\w+=)": "--",
-    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor \w+: ": "SOURCE: ",
-    r"\bpipeline\[\d+\] ": "",
+    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor( \w+)?: ": "SOURCE: ",
     r"\b(InferenceConfig|default_generation_params|rollout_fn)\.|\s*\(rollout_fn\)": "",
     r"\brollout_fn\b": "rollout",
+    "use class_path: LocalPipelineExecutor": "leave slurm out",
 }
 _IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
 _QUOTED = re.compile(r'("(?:\\.|[^"\\\n])*")')

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,22 +20,26 @@ FLAG = "--start-over"
 _OTHER_FOLDERS = re.compile(r"\b(another|a) checkpoints_local_dir\b")
 
 
-def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> None:
-    """Renames the folders. From then on the command to resume is the one without the flag.
+def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, retries: bool) -> None:
+    """Renames the folders.
+
+    Args:
+        config: the YAML file, if there is one.
+        is_short: the job is in the short form.
+        retries: dead letters are to be retried.
 
     Raises:
         ConfigError, CheckpointLocked, StorageFailed: see ``preflight/start_over.py``.
     """
-    if arguments.retry_dead_letters:
+    if retries:
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
-    plan, config = RunPlan(executor), arguments.config
+    plan = RunPlan(executor)
     check_steps(plan)
-    moved = moves.start_over(plan, config, as_one=arguments.words is not str)
+    moved = moves.start_over(plan, config, as_one=is_short)
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():
         _name_output(runner, moved)
-    arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
 
 
 def advice(error: Exception, plan: RunPlan, config: str | None, how: str) -> str:

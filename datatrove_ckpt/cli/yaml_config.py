@@ -55,8 +55,8 @@ MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+# Of ``default_generation_params``. The short form has them as settings.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
-"""Of ``default_generation_params``; the short form has them as settings."""
 # Where the arguments belong that all these classes have. Where several places have one, the last one counts.
 _HOMES = {
     "init_args of the reader": "JsonlReader ParquetReader CSVReader",

@@ -17,7 +17,7 @@ import datatrove_ckpt
 from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import in_short_words, make_executor, read_config
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -276,7 +276,14 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
         ("Check model_name_or_path, endpoint_url and use_chat.", "Check model, endpoint and use_chat."),
         ("raise max_tokens in default_generation_params, and", "raise max_tokens, and"),
         ("add --pipeline.1.accept_changes=true to the", "add --accept_changes=true to the"),
+        ("executor: job 5 of this run is still", "job.yaml: job 5 of this run is still"),
+        ("sbatch, or use class_path: LocalPipelineExecutor.", "sbatch, or leave slurm out."),
         ("rollout_fn: f is a class", "rollout: f is a class"),
+        ("that output_filename 'x' may have named", "that output_filename 'x' may have named"),
+        (
+            "another output_folder or output_filename, and with a checkpoints_local_dir and logging_dir of its own",
+            "another run_folder of its own",
+        ),
         ("see /x/logging_dir/a", "see /x/logging_dir/a"),
         ('holds "the logging_dir of pipeline[1] X: y"', 'holds "the logging_dir of pipeline[1] X: y"'),
     ],
@@ -337,6 +344,4 @@ def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> N
     plan = RunPlan(make_executor("job.yaml", []))
     path = Path("documents/a.jsonl").absolute()
     error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
-    assert isinstance(error, InputError)
-    assert str(error).startswith(f"{path}: this file of the input cannot be read: Permission denied. Give this user")
-    assert "writable" not in str(error)
+    assert str(error).startswith(f"{path}: Permission denied. Give this user the permission to read it, and run")

@@ -319,9 +319,18 @@ def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMis
     """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
     changes = list(changes)
     hidden = {f"{change.field} form" for change in changes}  # what JSON does not tell of a value that is shown
-    lines = [f"  {one.field}: {one.shown_old} -> {one.shown_new}" for one in changes if one.field not in hidden]
+    lines = [line for one in changes if one.field not in hidden for line in _lines(one)]
     notes = [f"  ({change.note})" for change in changes if change.note]
     return CheckpointMismatch("\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), way_out]))
+
+
+def _lines(change: Change) -> list[str]:
+    """A field with both values; of two mappings, what differs."""
+    field, old, new = change[:3]
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [f"  {field}: {change.shown_old} -> {change.shown_new}"]
+    found = [(key, _shown(old, key), _shown(new, key)) for key in {**old, **new}]
+    return [f"  {field}.{key}: {before} -> {now}" for key, before, now in found if before != now]
 
 
 def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True, is_left: bool = True) -> str:

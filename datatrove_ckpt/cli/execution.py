@@ -145,14 +145,15 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
 
 def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:
     """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
-    from datatrove_ckpt.cli.start_over import advice  # maintenance, which a run does not need
+    from datatrove_ckpt.cli.start_over import FLAG, advice  # maintenance, which a run does not need
 
-    text = with_config(str(error), [arguments.config, *arguments.overrides] if arguments.config else ())
+    given = [arguments.config, *arguments.overrides] if arguments.config else ()
+    text = arguments.words(with_config(str(error), given))
     if "--repair" not in arguments.command.split():
         text = _REPAIR.sub(lambda found: f"{arguments.command} --repair", text)
     if (flag := _ACCEPT.search(str(error))) is not None:
-        text += f" The whole command: {arguments.command} {flag[0]}"
-    text += advice(error, plan, arguments)
+        text += f" The whole command: {arguments.command} {arguments.words(flag[0])}"
+    text += advice(error, plan, arguments.config, f"{arguments.command} {FLAG}")
     if text != str(error):
         error.args = (text,)
     return error
@@ -225,6 +226,7 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
         return error
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
+    inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
     near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
     setting = next(near, None)
     if error.errno == errno.ENOENT:
@@ -234,10 +236,11 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
         return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
     where = f" ({setting})" if setting else ""
-    other = f", or choose another {setting}," if setting else ""
+    other = f", or mount it writable, or choose another {setting}," if setting else ", or mount it writable,"
+    other = " to read it," if any(map(path.is_relative_to, inputs)) else other
     return StorageFailed(
-        f"{error.filename}{where}: {error.strerror}. Give this user the permission, or mount it writable{other} and "
-        "run the same command again; everything saved so far is kept."
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
+        "same command again; everything saved so far is kept."
     )
 
 

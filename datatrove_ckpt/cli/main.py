@@ -72,14 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
+    arguments.words = str
     try:
         with gc_paused():
             module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
-        return fail(error, 2)
+        return fail(error, 2, arguments.words)
     except (CkptError, OSError) as error:
-        return fail(error, 1)
+        return fail(error, 1, arguments.words)
     return code
 
 

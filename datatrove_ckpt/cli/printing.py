@@ -59,8 +59,12 @@ def write_out(text: str, raw: bool = False) -> bool:
     return True
 
 
-def fail(error: BaseException, code: int) -> int:
-    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
+def fail(error: BaseException, code: int, words: Callable[[str], str] = str) -> int:
+    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback.
+
+    Args:
+        words: puts it into those of the job.
+    """
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(printable(redact("\n".join([f"error: {error}", *notes]))), file=sys.stderr)
+    print(printable(redact(words("\n".join([f"error: {error}", *notes])))), file=sys.stderr)
     return code

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import make_executor, read_config
+from datatrove_ckpt.cli.short_form import make_executor, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
@@ -26,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    arguments.words = words_of(arguments.config)
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     if arguments.print_config:
@@ -36,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return sample(executor, arguments.sample)
     if arguments.start_over and not arguments.dry_run:
-        from datatrove_ckpt.cli.start_over import start_over
+        from datatrove_ckpt.cli.start_over import FLAG, start_over
 
-        start_over(executor, arguments)
+        start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
+        arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
         content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
         executor = build(content)
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
@@ -48,12 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
+    words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
     from datatrove_ckpt.preflight.doctor import examine
 
     with log_disabled("datatrove", "datatrove_ckpt"):
         checks = list(examine(executor))
+    checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:

@@ -16,8 +16,9 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from datatrove_ckpt.cli.short_form import ANSWER, OURS, READERS, ShortJob
+from datatrove_ckpt.cli.short_form import OURS, READERS, ShortJob
 from datatrove_ckpt.cli.yaml_config import (
+    ANSWER,
     REQUIRED,
     SHORT_NAMES,
     Parameter,

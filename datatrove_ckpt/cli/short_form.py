@@ -18,6 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
+    ANSWER,
     SHORT_NAMES,
     build,
     construct,
@@ -34,7 +36,7 @@ from datatrove_ckpt.cli.yaml_config import (
     refuse_unknown,
     set_at_path,
 )
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.redaction import HIDDEN
 
@@ -89,7 +91,6 @@ _SLURM: Node = {
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
 NAMES = [field.name for field in fields(ShortJob)]
-ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 # Arguments that the form fills in itself.
 OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
 
@@ -202,9 +203,13 @@ def run(
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
+    start_over: bool = False,
     **settings: object,
 ) -> Path:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
+
+    Args:
+        start_over: rename what the run has made (``runs/x`` to ``runs/x.1``), and begin anew.
 
     Returns:
         The folder of the output.
@@ -215,8 +220,62 @@ def run(
     """
     content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
-    build(expand({name: value for name, value in content.items() if value is not None}, "run()")).run()
+    content = {name: value for name, value in content.items() if value is not None}
+    from datatrove_ckpt.cli import start_over as moves  # slow to import
+    from datatrove_ckpt.preflight.run_plan import RunPlan
+
+    executor = None
+    try:
+        executor = build(expand(content, "run()"))
+        if start_over:
+            moves.start_over(executor, None, True, bool(settings.get("retry_dead_letters")))
+            executor = build(expand(content, "run()"))
+        executor.run()
+    except CkptError as error:
+        advice = executor and moves.advice(error, RunPlan(executor), None, "pass start_over=True to run().")
+        error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
+        raise
     return Path(run_folder, "output").expanduser()
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+# What checks say is of the long form. Where it leaves the program, the names of the short form take their places.
+
+_FOLDER = r"(?<![\w/.])(?:checkpoints_local_dir|output_folder|logging_dir)\b(?!/)"
+_NEXT = rf",?(?: and(?: with)?| or)?(?: an?| another)? (?:{_FOLDER}|output_filename\b|output folder)"
+_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_NEXT})*"
+_WORDS = {
+    r"\boutput_(folder: $|writer: (?='))": "output: ",
+    rf" \(or {_FOLDERS}\)": "",
+    _FOLDERS: "run_folder",
+    r"\bdata_folder(,? (or |and )?glob_pattern)?\b": "input",
+    r"\bmodel_name_or_path\b": "model",
+    r"\bendpoint_url\b": "endpoint",
+    r",? (or|and) (write )?(an|the) adapter( of the reader| that gives one)?": "",
+    r" in default_generation_params\b( or generation_params\b)?|\bpipeline\[\d+\] (?!\S+: )": "",
+    r"--(executor|pipeline\.\d+(\.\w+)*)\.(?=\w+=)": "--",
+    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor( \w+)?: ": "SOURCE: ",
+    r"\b(InferenceConfig|default_generation_params|rollout_fn)\.|\s*\(rollout_fn\)": "",
+    r"\brollout_fn\b": "rollout",
+    "use class_path: LocalPipelineExecutor": "leave slurm out",
+}
+_IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
+_QUOTED = re.compile(r'("(?:\\.|[^"\\\n])*")')
+
+
+def words_of(path: str | None) -> Callable[[str], str]:
+    """Puts messages into the words of a job: of a file, or of the command line."""
+    is_long = path is not None and "executor" in load(path)
+    return str if is_long else partial(in_short_words, source=path or "the command line")
+
+
+def in_short_words(text: str, source: str) -> str:
+    """A message about a job in the short form. What it quotes stays as it is."""
+    parts = _QUOTED.split(text)
+    for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
+        parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _node(class_path: str, **arguments: Any) -> Node:

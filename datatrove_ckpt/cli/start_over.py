@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.yaml_config import load
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.maintenance import relocate
 from datatrove_ckpt.maintenance.verify import verify
@@ -23,30 +20,34 @@ FLAG = "--start-over"
 _OTHER_FOLDERS = re.compile(r"\b(another|a) checkpoints_local_dir\b")
 
 
-def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> None:
-    """Renames the folders. From then on the command to resume is the one without the flag.
+def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, retries: bool) -> None:
+    """Renames the folders.
+
+    Args:
+        config: the YAML file, if there is one.
+        is_short: the job is in the short form.
+        retries: dead letters are to be retried.
 
     Raises:
         ConfigError, CheckpointLocked, StorageFailed: see ``preflight/start_over.py``.
     """
-    if arguments.retry_dead_letters:
+    if retries:
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
-    plan, config = RunPlan(executor), arguments.config
+    plan = RunPlan(executor)
     check_steps(plan)
-    moved = moves.start_over(plan, config, as_one=config is None or "executor" not in load(config))
+    moved = moves.start_over(plan, config, as_one=is_short)
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():
         _name_output(runner, moved)
-    arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
 
 
-def advice(error: Exception, plan: RunPlan, arguments: argparse.Namespace) -> str:
-    """For a refusal that tells to choose other folders: the command that starts over, if it would not be refused."""
+def advice(error: Exception, plan: RunPlan, config: str | None, how: str) -> str:
+    """For a refusal that tells to choose other folders: how to start over, if that would not be refused."""
     if isinstance(error, CheckpointMismatch | InputError) and _OTHER_FOLDERS.search(str(error)):
         with suppress(CkptError, OSError):
-            if moves.folders_to_move(plan, arguments.config):
-                return f"\nTo start over, with what is there moved aside: {arguments.command} {FLAG}"
+            if moves.folders_to_move(plan, config):
+                return f"\nTo start over, with what is there moved aside: {how}"
     return ""
 
 

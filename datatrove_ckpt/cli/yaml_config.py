@@ -55,6 +55,18 @@ MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+# Of ``default_generation_params``. The short form has them as settings.
+ANSWER = ("max_tokens", "temperature", "top_p", "stop")
+# Where the arguments belong that all these classes have. Where several places have one, the last one counts.
+_HOMES = {
+    "init_args of the reader": "JsonlReader ParquetReader CSVReader",
+    "init_args of output_writer": "JsonlWriter ParquetWriter",
+    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout",
+    "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
+    "config of InferenceRunner": "InferenceConfig",
+    "init_args of InferenceRunner": "InferenceRunner",
+    "init_args of executor": "LocalPipelineExecutor SlurmPipelineExecutor",
+}
 
 _MOST_LISTED = 20
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
@@ -83,7 +95,7 @@ def load(path: str | Path) -> dict[str, Any]:
             "form: run_folder, input, prompt and model."
         )
     if "executor" in content:
-        refuse_unknown(content, ["executor"], str(path))
+        refuse_unknown(content, ["executor"], str(path), _homes)
     return content
 
 
@@ -128,7 +140,7 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    refuse_unknown(node, ["class_path", "init_args"], place)
+    refuse_unknown(node, ["class_path", "init_args"], place, _homes)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
@@ -137,21 +149,19 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     return construct(found, node.get("init_args"), label)
 
 
-def construct(cls: Any, arguments: Any, label: str, outer: dict[str, str] | None = None) -> Any:
-    """``outer``: where the keys around its own belong, if it is an argument that is a mapping."""
+def construct(cls: Any, arguments: Any, label: str) -> Any:
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments or {}, list(parameters), label, outer or _inner(parameters))
+        refuse_unknown(arguments or {}, list(parameters), label, _homes)
     if "api_key_env" in parameters and (arguments or {}).get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
     values = {
-        key: _value(parameters.get(key, ANYTHING).hint, value, label, key, dict.fromkeys(parameters, f"beside {key}"))
-        for key, value in (arguments or {}).items()
+        key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in (arguments or {}).items()
     }
     missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if missing:
@@ -187,14 +197,14 @@ def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> st
     return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
 
 
-def _value(hint: Any, value: Any, label: str, key: str, outer: dict[str, str] | None = None) -> Any:
+def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     """A value as its annotation requires it: built, imported, or checked by jsonargparse."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
-        return construct(plain[0], value, _inside(label, key), outer)
+        return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
     if isinstance(value, list) and (element := item_hint(kinds)) is not None:
@@ -270,22 +280,23 @@ def _inside(label: str, key: str) -> str:
     return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
 
 
-def _inner(parameters: dict[str, Parameter]) -> dict[str, str]:
-    """Where the keys of arguments belong that are mappings themselves, such as ``config``."""
-    mappings = [(key, kind) for key, one in parameters.items() for kind in alternatives(one.hint)]
-    return {
-        name: f"in {key}" for key, kind in mappings if dataclasses.is_dataclass(kind) for name in parameters_of(kind)[0]
-    }
+def _homes() -> dict[str, str]:
+    """Where each key belongs."""
+    homes = dict.fromkeys(ANSWER, "default_generation_params of config")
+    for home, names in _HOMES.items():
+        first, *others = (parameters_of(import_name(name, home))[0] for name in names.split())
+        homes |= {key: home for key in first if all(key in other for other in others)}
+    return homes
 
 
 def refuse_unknown(
-    mapping: dict[str, Any], known: list[str], place: str, elsewhere: dict[str, str] | None = None
+    mapping: dict[str, Any], known: list[str], place: str, elsewhere: Callable[[], dict[str, str]] = dict
 ) -> None:
     """Refuses keys that are not known. ``elsewhere``: where other keys belong."""
     for key in mapping:
         if key not in known:
-            others = elsewhere or {}
-            hint = f"; it belongs {others[key]}." if key in others else ""
+            others = elsewhere()
+            hint = f"; it belongs in {others[key]}." if key in others else ""
             hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; `datatrove-ckpt schema` prints all keys."

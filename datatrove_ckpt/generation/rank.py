@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
+from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.arrow_types import prepare_arrow
@@ -203,6 +203,7 @@ class _Run:
                     failures=failures,
                     shutdown=preemption.shutdown,
                     check_document=names.check,
+                    check_first=partial(check_first, step.rollout_fn),
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
                 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import shlex
 import sys
 import types
 from collections.abc import Mapping
@@ -38,7 +39,6 @@ _VERSION = 3
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 _BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
-_MOVED_NOTE = "if checkpoint and output were copied there: datatrove-ckpt relocate CHECKPOINTS --output NEW_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -162,18 +162,22 @@ def run_identity(
     metadata_key: str,
     world_size: int,
     how_to_accept: str,
+    checkpoints: str,
 ) -> RunIdentity:
     """The identity of a run, as plain JSON values.
 
     Args:
         code: see ``code_identity``.
+        checkpoints: their folder, for a command to type.
     """
+    folder = writer.output_folder.resolve_paths("")
+    moved = shlex.join(["datatrove-ckpt", "relocate", checkpoints, "--output", folder])
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
         "output_writer": writer_name(writer),
-        "output_folder": writer.output_folder.resolve_paths(""),
+        "output_folder": folder,
         "output_filename": writer.output_filename.template,
     }
     version = {"identity_version": _VERSION if code.made is not None else _VERSION - 1}
@@ -184,7 +188,9 @@ def run_identity(
         if is_bytecode(value):
             notes[name] = f"{notes[name]}; {_BYTECODE_NOTE}"
     fields = {**version, **_config_fields(config), **code.fields, **output}
-    return RunIdentity(fields, {**notes, "output_folder": _MOVED_NOTE}, how_to_accept)
+    return RunIdentity(
+        fields, {**notes, "output_folder": f"if checkpoints and output were moved or copied: {moved}"}, how_to_accept
+    )
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

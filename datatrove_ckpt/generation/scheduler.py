@@ -60,6 +60,7 @@ class Scheduler:
     failures: Failures
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
+    check_first: Callable[[Document], None]
     check_writable: Callable[[bytes, str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +122,8 @@ class Scheduler:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
                 if slot is None:
                     continue
+                if not self._server_needed.is_set() and self.failures.on_document_error == "stop":
+                    self.check_first(source.document)
                 self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)

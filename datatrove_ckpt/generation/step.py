@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -129,7 +130,9 @@ class Step(PipelineStep):
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
-        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept)
+        # A variable may be set elsewhere only.
+        root = os.path.expandvars(os.path.expanduser(self.checkpoints_local_dir or ""))  # noqa: PTH111
+        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept, root)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -22,6 +22,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
 from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.templates import fill, prompt_source
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption
@@ -61,6 +62,17 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
     if function is not None and (problem := _problem(function)):
         raise ConfigError(f"rollout_fn: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
     _check_call(rollout_fn, context if isinstance(context, dict) else {}, complete=isinstance(context, dict | None))
+
+
+def check_first(rollout_fn: Rollout, document: Document) -> None:
+    """Looks at the first document before a server starts for it. A subclass of the user may add what is missing.
+
+    Raises:
+        ConfigError: it lacks what the prompt of a ready-made rollout takes from it.
+    """
+    if isinstance(rollout_fn, ReadyMade) and type(rollout_fn).__module__ == ReadyMade.__module__:
+        prompt_source(document, rollout_fn.prompt_column)
+        fill(getattr(rollout_fn, "prompt", ""), document, "")
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:

@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
@@ -115,6 +116,7 @@ def _check_steps(plan: RunPlan) -> Iterator[Finding]:
 def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
     """The checks of what one runner names. ``place``: stands before the subjects."""
     step, remote = runner.step, runner.step.checkpoints_remote_dir
+    yield from about(f"{place}input", _check_prompt(look, runner))
     yield from about(f"{place}server", _check_server(step.config))
     yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
     for check in (_check_output, _check_writer, _check_space):
@@ -125,6 +127,12 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
     if (hub := HubFolder.of(step.output_writer.output_folder)) is not None:
         yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
+
+
+def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+    if look.sample.first and runner.index == 1 and runner.step.on_document_error == "stop":
+        check_first(runner.step.rollout_fn, decode(look.sample.first))
+    yield from ()
 
 
 def _check_server(config: InferenceConfig) -> Iterator[Finding]:

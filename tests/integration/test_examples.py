@@ -249,7 +249,7 @@ def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> N
 
 def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, command: Command) -> None:
     shutil.copytree(ROOT / "configs", "configs")
-    printed = command("run", "configs/quickstart.yaml", "--pipeline.0.limt=3", code=2).err
+    printed = command("run", "configs/endpoint.yaml", "--pipeline.0.limt=3", code=2).err
     assert f"    {printed}" in section("docs/cli.md", "## The long form")
 
 

@@ -231,7 +231,7 @@ def test_an_input_of_another_length_is_refused(
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"config": {"model_kwargs": {"revision": "v2"}}}, 'model_kwargs: {} -> {"revision":"v2"}'),
+        ({"config": {"model_kwargs": {"revision": "v2"}}}, 'model_kwargs.revision: (not set) -> "v2"'),
         ({"config": {"use_chat": False}}, "use_chat: true -> false"),
     ],
 )

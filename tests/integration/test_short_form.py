@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,14 @@ import pytest
 import yaml
 
 import datatrove_ckpt
+from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.cli.short_form import in_short_words, make_executor, read_config
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.generation import rank as rank_module
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
 
 JOB = {"run_folder": "runs/x", "input": "documents", "prompt": "Say {text}", "model": "m", "endpoint": "http://x"}
 ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
@@ -209,3 +216,132 @@ def test_python_runs_the_same_job() -> None:
         )
     (path,) = folder.iterdir()
     assert [row["id"] for row in map(orjson.loads, path.read_bytes().splitlines())] == [row["id"] for row in ROWS]
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+LONG = re.compile(
+    r"checkpoints_local_dir|output_folder|logging_dir|default_generation_params|pipeline[.\[]|executor|rollout_fn|"
+    r"InferenceConfig|InferenceRunner|adapter|model_name_or_path|endpoint_url|data_folder"
+)
+
+
+@pytest.fixture
+def job(server: FakeServer) -> dict[str, Any]:
+    """job.yaml, whose run is finished."""
+    job = {**JOB, "endpoint": server.url, "model": "fake"}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    assert main(["run", "job.yaml"]) == 0
+    return job
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--prompt=Tell {text}", '  prompt: "Say {text}" -> "Tell {text}"\nAll tasks'),
+        ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
+        ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
+        ("--tasks=2", "Go on with 1 task (--tasks=1), or choose another run_folder"),
+        ("--limit=2", "as another run: with a run_folder of its own."),
+        ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
+        ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
+        ("--max-chars=1", "job.yaml: max_chars: must be"),
+        ("--limit=x", 'job.yaml: limit: "x" is not an int'),
+        ("--endpoint=foo", "job.yaml: endpoint: must start with"),
+        ("--tasks=0", "job.yaml: tasks: must be at least 1"),
+        ("--run-folder=job.yaml", "is a file"),
+        ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
+    ],
+)
+def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command: Command, flag: str, said: str) -> None:
+    for name in ("run", "doctor"):
+        printed = command(name, "job.yaml", flag, code=None)
+        told = printed.error if "error: " in printed.err else printed.out
+        assert printed.code in (1, 2)
+        assert not LONG.search(told), told
+        assert " ".join(said.split()) in " ".join(told.split())
+
+
+@pytest.mark.parametrize(
+    ("long", "short"),
+    [
+        ("start over with another checkpoints_local_dir, output_folder and logging_dir.", "with another run_folder."),
+        ("Stop it, with a checkpoints_local_dir and logging_dir of its own", "with a run_folder of its own"),
+        ("/x (checkpoints_local_dir): denied, or choose another checkpoints_local_dir.", "/x (run_folder): denied"),
+        ("another run_folder instead (or checkpoints_local_dir, output_folder and logging_dir).", "folder instead."),
+        ("choose another logging_dir (and output) for the new one", "choose another run_folder for the new one"),
+        ("Check text_key and the adapter of the reader, and start", "Check text_key, and start"),
+        ("Set text_key to one of them, or write an adapter.", "Set text_key to one of them."),
+        ("Check data_folder, glob_pattern and text_key.", "Check input and text_key."),
+        ("Check model_name_or_path, endpoint_url and use_chat.", "Check model, endpoint and use_chat."),
+        ("raise max_tokens in default_generation_params, and", "raise max_tokens, and"),
+        ("add --pipeline.1.accept_changes=true to the", "add --accept_changes=true to the"),
+        ("executor: job 5 of this run is still", "job.yaml: job 5 of this run is still"),
+        ("sbatch, or use class_path: LocalPipelineExecutor.", "sbatch, or leave slurm out."),
+        ("rollout_fn: f is a class", "rollout: f is a class"),
+        ("that output_filename 'x' may have named", "that output_filename 'x' may have named"),
+        (
+            "another output_folder or output_filename, and with a checkpoints_local_dir and logging_dir of its own",
+            "another run_folder of its own",
+        ),
+        ("see /x/logging_dir/a", "see /x/logging_dir/a"),
+        ('holds "the logging_dir of pipeline[1] X: y"', 'holds "the logging_dir of pipeline[1] X: y"'),
+    ],
+)
+def test_words_of_the_long_form_become_those_of_the_short_one(long: str, short: str) -> None:
+    assert short in in_short_words(long, "job.yaml")
+
+
+def test_a_moved_run_folder_goes_on_with_the_command_that_is_printed(job: dict[str, Any], command: Command) -> None:
+    Path("runs/x").rename("runs/my x")
+    moved = ["job.yaml", "--run-folder=runs/my x"]
+    (again,) = re.findall(r"copied: datatrove-ckpt (relocate .*)\)\n", command("run", *moved, code=1))
+    command(*shlex.split(again))
+    assert "3 of 3 documents" in command("run", *moved)
+    command("verify", "runs/my x", "--full")
+
+
+def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
+    assert datatrove_ckpt.run(**job).is_dir()
+    with pytest.raises(CheckpointMismatch) as refused:
+        datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
+    assert str(refused.value).endswith(
+        "choose another run_folder for the new ones.\n"
+        "To start over, with what is there moved aside: pass start_over=True to run()."
+    )
+    assert not LONG.search(str(refused.value))
+    with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks=1\)"):
+        datatrove_ckpt.run(**job, tasks=2)
+    with pytest.raises(ConfigError, match=r"^run\(\): max_tokens: -4 is not"):
+        datatrove_ckpt.run(**job, max_tokens=-4)
+    with pytest.raises(ConfigError, match=r"^start_over: "):
+        datatrove_ckpt.run(**job, start_over=True, retry_dead_letters=True)
+    datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"}, start_over=True)
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["x", "x.1"]
+
+
+# the first document and the input's files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["prompt=Say {txt}", "prompt_column=txt"])
+def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
+    setting: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+
+    def connect(*arguments: object) -> None:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(rank_module, "connect", connect)
+    said = "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
+    assert said in command("run", "job.yaml", f"--{setting}", code=1).error
+    assert said in command("doctor", "job.yaml", f"--{setting}", code=1)
+    assert said not in command("doctor", "job.yaml", f"--{setting}", "--on-document-error=dead_letter", code=1)
+
+
+def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> None:
+    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+    plan = RunPlan(make_executor("job.yaml", []))
+    path = Path("documents/a.jsonl").absolute()
+    error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
+    assert str(error).startswith(f"{path}: Permission denied. Give this user the permission to read it, and run")

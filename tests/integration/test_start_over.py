@@ -50,7 +50,7 @@ def test_the_run_folder_is_renamed_and_both_runs_can_be_used(server: FakeServer,
     old, first = answers(Path("runs/x")), outputs(Path("runs/x/output"))
     prompt = "--prompt=New: {text}"
     refused = command("run", "job.yaml", prompt, code=1)
-    assert "choose another checkpoints_local_dir" in refused.err
+    assert "choose another run_folder" in refused.err
     again = f"datatrove-ckpt run job.yaml '{prompt}' --start-over"
     assert refused.err.endswith(f"\nTo start over, with what is there moved aside: {again}\n")
     said = command("run", "job.yaml", prompt, "--start-over", "--tasks=2").out

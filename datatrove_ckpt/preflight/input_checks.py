@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -22,6 +23,7 @@ from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.no_documents import NoDocument, explain
+from datatrove_ckpt.readers.positions import position_of
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -40,8 +42,7 @@ class Sample:
         number: how many were read.
         mean: their mean size in bytes, as a journal stores them.
         is_all: the input has no others.
-        input_bytes: size of the whole input, uncompressed; compressed files count ``GROWTH`` times. 0 if unknown.
-        compressed: some of the input is compressed.
+        documents: how many the whole input has, about; 0 if unknown.
         refused: why a file that was read gave no document, by the file's index.
         first: the first one, encoded; empty if there is none.
     """
@@ -49,15 +50,9 @@ class Sample:
     number: int = 0
     mean: float = 0.0
     is_all: bool = False
-    input_bytes: int = 0
-    compressed: bool = False
+    documents: int = 0
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
-
-    @property
-    def documents(self) -> int:
-        """How many documents the whole input has, about; 0 if unknown."""
-        return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
 def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
@@ -85,7 +80,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
-    if not sample.number and names and not sample.input_bytes:
+    if not sample.number and names and not any(sizes):
         return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
@@ -134,39 +129,62 @@ def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: BaseDiskReader, names: list[str], file_sizes: list[int]) -> Sample:
+def _read_some(reader: BaseDiskReader, names: list[str], sizes: list[int]) -> Sample:
     found: list[bytes] = []
+    read: dict[int, float] = {}
     refused: dict[int, NoDocument] = {}
-    is_all = _read_files(reader, len(names), found, refused)
-    measured = sum(grown(name, size) for size, name in zip(file_sizes, names, strict=False))
-    total = round(measured / max(1, len(file_sizes)) * len(names))
-    compressed = any(name.endswith(COMPRESSED) for name in names)
-    mean = sum(map(len, found)) / max(1, len(found))
-    return Sample(len(found), mean, is_all and bool(found), total, compressed, refused, found[0] if found else b"")
+    is_all = _read_files(reader, names, sizes, found, read, refused) and bool(found)
+    mean, part = sum(map(len, found)) / max(1, len(found)), sum(read.values())
+    # Not the mean: a document is stored otherwise in the input than in a journal.
+    others = len(found) / part * sum(sizes) / len(sizes) * len(names) if part else 0
+    return Sample(
+        len(found), mean, is_all, len(found) if is_all else round(others), refused, found[0] if found else b""
+    )
 
 
-def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused: dict[int, NoDocument]) -> bool:
+def _read_files(
+    reader: BaseDiskReader,
+    names: list[str],
+    sizes: list[int],
+    found: list[bytes],
+    read: dict[int, float],
+    refused: dict[int, NoDocument],
+) -> bool:
     """Adds the first documents, encoded, file after file. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
-    that are refused for that are added to ``refused``.
+    that are refused for that are added to ``refused``; the others to ``read``, with the bytes that were read of them.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
-    for rank in range(files):
+    for rank, (name, size) in enumerate(zip(names, sizes, strict=False)):
         if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
             return False
         one = copy.deepcopy(reader)
         try:
-            with closing(one.run(None, rank=rank, world_size=files)) as documents:
+            with closing(one.run(None, rank=rank, world_size=len(names))) as documents:
                 for document in documents:
                     if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return False
                     found.append(as_read(document).data)
+                    read[rank] = _part_read(document, size) or read.get(rank, 0.0) + _row_bytes(document, name)
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return False
-    return True
+    return len(sizes) == len(names)
+
+
+def _part_read(document: Document, size: int) -> float:
+    """How many bytes of its file come before the end of a document; 0 if it has no position, as in ``shuffle_seed``."""
+    position = position_of(document)
+    file = position[2].file if position else None
+    return file.inside(position[3]) / file.size * size if position and file and file.size else 0.0
+
+
+def _row_bytes(document: Document, name: str) -> float:
+    """About how many bytes a document has in a file of datatrove's own reader, such as CSV."""
+    columns = {"id": document.id, "text": document.text, **document.metadata, "file_path": ""}
+    return sum(len(str(value).encode("utf-8", "replace")) + 1 for value in columns.values()) / grown(name, 1)
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:

@@ -282,7 +282,8 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         options = {"split": "train"}
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), _MOST_TASKS
     folder, pattern = _split(given)
-    kind = _SUFFIXES.get(_suffix(given), "") if pattern and "@" not in given else ""  # what may be a password is refused below
+    # What comes before an "@" may be a password, which is refused below.
+    kind = _SUFFIXES.get(_suffix(given), "") if pattern and "@" not in given else ""
     is_told = kind and (has_magic(given) or "://" in given or Path(given).is_file())
     if (is_told or only_look) and not counts:
         return _node(kind, data_folder=folder, glob_pattern=pattern), 0

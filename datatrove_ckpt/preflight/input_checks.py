@@ -20,7 +20,7 @@ from datatrove_ckpt.preflight.inputs import check_codecs
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
+from datatrove_ckpt.readers.hub_messages import is_on_hub
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.no_documents import NoDocument, explain
 from datatrove_ckpt.readers.positions import position_of
@@ -117,74 +117,60 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
 def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
     folder = reader.data_folder
-    is_listed = not reader.paths_file and not isinstance(reader, HuggingFaceDatasetReader)
-    if is_listed and not is_on_hub(folder) and not folder.isdir(""):
+    if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
         raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
     inputs = list_input(reader)
     names = list(inputs.names)
-    if is_listed and is_on_hub(folder) and not names:
-        raise no_files(folder)
     measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
 def _read_some(reader: BaseDiskReader, names: list[str], sizes: list[int]) -> Sample:
-    found: list[bytes] = []
-    read: dict[int, float] = {}
+    found: list[tuple[int, Document]] = []
     refused: dict[int, NoDocument] = {}
-    is_all = _read_files(reader, names, sizes, found, read, refused) and bool(found)
-    mean, part = sum(map(len, found)) / max(1, len(found)), sum(read.values())
-    # Not the mean: a document is stored otherwise in the input than in a journal.
-    others = len(found) / part * sum(sizes) / len(sizes) * len(names) if part else 0
-    return Sample(
-        len(found), mean, is_all, len(found) if is_all else round(others), refused, found[0] if found else b""
-    )
+    is_all = _read_files(reader, len(names), found, refused) and bool(found)
+    data = [as_read(document).data for _, document in found]
+    mean = sum(map(len, data)) / max(1, len(data))
+    about = len(data) / _bytes_read(found, names, sizes) * sum(sizes) / len(sizes) * len(names) if found else 0
+    return Sample(len(data), mean, is_all, len(data) if is_all else round(about), refused, data[0] if data else b"")
 
 
 def _read_files(
-    reader: BaseDiskReader,
-    names: list[str],
-    sizes: list[int],
-    found: list[bytes],
-    read: dict[int, float],
-    refused: dict[int, NoDocument],
+    reader: BaseDiskReader, files: int, found: list[tuple[int, Document]], refused: dict[int, NoDocument]
 ) -> bool:
-    """Adds the first documents, encoded, file after file. Returns whether all were read.
+    """Adds the first documents, each with its file's index, file after file. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
-    that are refused for that are added to ``refused``; the others to ``read``, with the bytes that were read of them.
+    that are refused for that are added to ``refused``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
-    for rank, (name, size) in enumerate(zip(names, sizes, strict=False)):
+    for rank in range(files):
         if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
             return False
         one = copy.deepcopy(reader)
         try:
-            with closing(one.run(None, rank=rank, world_size=len(names))) as documents:
+            with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
                     if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return False
-                    found.append(as_read(document).data)
-                    read[rank] = _part_read(document, size) or read.get(rank, 0.0) + _row_bytes(document, name)
+                    found.append((rank, document))
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return False
-    return len(sizes) == len(names)
+    return True
 
 
-def _part_read(document: Document, size: int) -> float:
-    """How many bytes of its file come before the end of a document; 0 if it has no position, as in ``shuffle_seed``."""
-    position = position_of(document)
-    file = position[2].file if position else None
-    return file.inside(position[3]) / file.size * size if position and file and file.size else 0.0
-
-
-def _row_bytes(document: Document, name: str) -> float:
-    """About how many bytes a document has in a file of datatrove's own reader, such as CSV."""
-    columns = {"id": document.id, "text": document.text, **document.metadata, "file_path": ""}
-    return sum(len(str(value).encode("utf-8", "replace")) + 1 for value in columns.values()) / grown(name, 1)
+def _bytes_read(found: list[tuple[int, Document]], names: list[str], sizes: list[int]) -> float:
+    """About how many bytes of the files, as they are stored, were read for these documents."""
+    index, last = found[-1]
+    position, known = position_of(last), any(sizes[: index + 1])
+    if known and position and (file := position[2].file) and (inside := file.inside(position[3])):
+        return sum(sizes[:index]) + sum(sizes[index : index + 1]) * inside / file.size
+    # Of datatrove's own readers, such as that of CSV, nothing else is known than what a row became.
+    rows = ([one.id, one.text, *(one.metadata | {"file_path": ""}).values()] for _, one in found)
+    return sum(len(str(value).encode("utf-8", "replace")) + 1 for row in rows for value in row) / grown(names[index], 1)
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import orjson
 import pytest
 import yaml
 from datatrove.io import DataFolder
+from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.commands import Command
+from tests.patience import ChangePolicy
 
 JOB = {"run_folder": "runs/x", "input": "documents", "prompt": "Say {text}", "model": "m", "endpoint": "http://x"}
 ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
@@ -276,3 +280,40 @@ def test_python_runs_the_same_job() -> None:
         )
     (path,) = folder.iterdir()
     assert [row["id"] for row in map(orjson.loads, path.read_bytes().splitlines())] == [row["id"] for row in ROWS]
+
+
+class Far(MemoryFileSystem):
+    """A storage that is not there, or lets nobody in."""
+
+    protocol, error, asked = "far", Exception(), 0
+
+    def info(self, path: str, **options: Any) -> Any:
+        type(self).asked += 1
+        raise self.error
+
+    find = info
+
+
+@pytest.mark.parametrize(
+    ("error", "looks", "said"),
+    [
+        (ConnectionResetError("no route"), range(5, 20), "no route"),
+        (PermissionError("closed"), range(1, 9), "closed"),
+        (FileNotFoundError("no such bucket"), range(1, 9), ""),
+    ],
+)
+def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
+    error: Exception, looks: range, said: str, policy: ChangePolicy, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))
+    policy("READING", sleep=lambda seconds: pytest.fail("a run that has begun has more patience"))
+    monkeypatch.setattr(Far, "error", error)
+    monkeypatch.setattr(Far, "asked", 0)
+    fsspec.register_implementation("far", Far, clobber=True)
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "far://b/*.jsonl"}))
+    refused = command("run", "job.yaml", code=1)
+    assert said in refused.error
+    assert sum(waits) == (pytest.approx(60) if isinstance(error, ConnectionError) else 0)
+    assert Far.asked in looks
+    assert Path("runs").exists() != isinstance(error, ConnectionError)

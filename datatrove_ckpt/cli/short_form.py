@@ -98,11 +98,12 @@ OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_
 # reading a job --------------------------------------------------------------------------------------------------------
 
 
-def read_config(path: str | None, overrides: list[str]) -> Node:
+def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
 
     Args:
         path: None: the overrides are the whole job, in the short form.
+        only_look: see ``expand``.
 
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
@@ -112,7 +113,7 @@ def read_config(path: str | None, overrides: list[str]) -> Node:
     if "executor" not in content:
         for override in named:
             set_at_path(content, override, ShortJob)
-        content = expand(content, path or "the command line")
+        content = expand(content, path or "the command line", only_look)
     elif named:
         raise ConfigError(
             f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
@@ -137,11 +138,12 @@ def make_executor(path: str | None, overrides: list[str]) -> Any:
 # the long form --------------------------------------------------------------------------------------------------------
 
 
-def expand(content: Node, source: str) -> Node:
+def expand(content: Node, source: str, only_look: bool = False) -> Node:
     """The long form.
 
     Args:
         source: where the settings are, for messages.
+        only_look: at a run, whose input may be gone or far away. It is not listed, so its reader may have no class.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
@@ -155,10 +157,13 @@ def expand(content: Node, source: str) -> Node:
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
             "writes the long form, where output_folder may be a URL."
         )
-    reader, files = _reader(job.input, source)
+    root = Path(job.run_folder).expanduser()
+    tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (1 if job.slurm is None else None)
+    reader, files = _reader(job.input, source, tasks is None, only_look)
     rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
     runner: Node = {"rollout_fn": rollout, "config": config}
-    places = [(reader, reader["class_path"]), (config, "InferenceConfig"), (runner, "InferenceRunner")]
+    places = [(reader, name) for name in ([reader["class_path"]] if reader["class_path"] else READERS)]
+    places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
     known = dict.fromkeys(ANSWER, answer)
@@ -175,7 +180,6 @@ def expand(content: Node, source: str) -> Node:
         raise ConfigError(f"{source}: {name}: is in generation_params, too, which would win. Give it once.")
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
-    root = Path(job.run_folder).expanduser()
     runner |= {
         "output_writer": _node(
             "JsonlWriter",
@@ -186,7 +190,7 @@ def expand(content: Node, source: str) -> Node:
         "checkpoints_local_dir": str(root / "checkpoints"),
         "records_per_chunk": runner.get("records_per_chunk", 1000),
     }
-    executor = {"tasks": _tasks(job, root / "checkpoints", files), "logging_dir": str(root / "logs")}
+    executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": str(root / "logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
@@ -328,17 +332,25 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 
 
-def _reader(given: str, source: str) -> tuple[Node, int]:
-    """The reader of an input, told by its names, and the number of its files; 0: not known."""
+def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Node, int]:
+    """The reader of an input, told by its names, and the number of its files if it ``counts``; else any number.
+
+    Lists the input only if its own name does not tell.
+    """
     if (found := _DATASET.fullmatch(given)) is not None:
         options = {"split": "train"}
-        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), 0
+        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), _MOST_TASKS
+    folder, pattern = _split(given)
+    # What comes before an "@" may be a password, which is refused below.
+    kind = _SUFFIXES.get(_suffix(given), "") if pattern and "@" not in given else ""
+    is_told = kind and (has_magic(given) or "://" in given or Path(given).is_file())
+    if (is_told or only_look) and not counts:
+        return _node(kind, data_folder=folder, glob_pattern=pattern), 0
     from datatrove.io import get_datafolder  # slow to import
 
-    folder, pattern = _split(given)
     try:
         if Path(given, "dataset_info.json").is_file():
-            return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), 0
+            return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), _MOST_TASKS
         has_splits = Path(given, "dataset_dict.json").is_file()
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
         if not names and "://" not in folder and not Path(folder).is_dir():
@@ -382,12 +394,3 @@ def _split(given: str) -> tuple[str, str]:
         exactly = f"{name[:-1]}[{name[-1]}]"  # as it stands, it would fit all names that end so
         return folder or ("/" if given.startswith("/") else "."), exactly
     return given, ""
-
-
-def _tasks(job: ShortJob, checkpoints: Path, files: int) -> int:
-    """Those of the run that has begun; else what the job says; else as many as there is a use for."""
-    if job.tasks is not None:
-        return job.tasks
-    if begun := tasks_of(checkpoints):
-        return begun
-    return 1 if job.slurm is None else min(files or _MOST_TASKS, _MOST_TASKS)

@@ -17,5 +17,5 @@ def place_of(
         return open_place(arguments.what, wanted=wanted, trusted=trusted)
     from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
-    overrides = arguments.overrides
-    return open_place(arguments.what, read_config(arguments.what, overrides), wanted, trusted, overrides)
+    config = read_config(arguments.what, arguments.overrides, only_look=True)
+    return open_place(arguments.what, config, wanted, trusted, arguments.overrides)

@@ -98,8 +98,11 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     return checked
 
 
-def noting(rollout_fn: Rollout, questions: dict[str, str]) -> Rollout:
-    """The rollout function, which notes the last user message of each document's first request, by the document's id.
+def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
+    """The rollout function, which notes the last user message of each document's first request.
+
+    Args:
+        questions: gets it, by ``id(document)``: those of the input may repeat.
 
     Raises:
         ConfigError: a file that it needs is missing here.
@@ -109,7 +112,7 @@ def noting(rollout_fn: Rollout, questions: dict[str, str]) -> Rollout:
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
         async def ask(payload: Payload, /) -> InferenceResult:
-            questions.setdefault(str(document.id), _question(payload))
+            questions.setdefault(id(document), _question(payload))
             return await generate(payload)
 
         return await rollout_fn(document, ask, **shared)

@@ -32,6 +32,7 @@ from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.readers.inputs import check_reachable
 from datatrove_ckpt.retrying import failure_line
 
 
@@ -121,16 +122,21 @@ def _check_folders(plan: RunPlan) -> None:
 def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Checks local folders only, and none that another executor has yet to create. A retry does not need its input.
+    Lists local folders only, and none that another executor has yet to create. A retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
+        InputError, OSError: the tasks run here, and what they read cannot be reached.
     """
     if plan.waits or plan.retries:
         return
     for index, step in enumerate(plan.pipeline):
         folder = getattr(step, "data_folder", None)
-        if folder is None or not folder.is_local() or getattr(step, "paths_file", None):
+        if folder is None or getattr(step, "paths_file", None):
+            continue
+        if not folder.is_local():
+            if plan.is_local and plan.incomplete():
+                check_reachable(folder)
             continue
         place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
         if not folder.isdir(""):

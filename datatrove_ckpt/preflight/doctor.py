@@ -230,8 +230,6 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     text = f"{byte_size(free)} free; the whole output is {more} more: "
     text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
     text += _answers(answer)
-    if sample.compressed and not sample.is_all:
-        text += f", compressed input counted {GROWTH} times"
     if smaller > 1:
         text += f", compressed output by 1/{smaller}"
     advice = "" if state == "ok" else " Free some space, or choose another output_folder."

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -19,9 +20,10 @@ from datatrove_ckpt.preflight.inputs import check_codecs
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.hub_messages import is_on_hub, no_files
+from datatrove_ckpt.readers.hub_messages import is_on_hub
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.no_documents import NoDocument, explain
+from datatrove_ckpt.readers.positions import position_of
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -40,8 +42,7 @@ class Sample:
         number: how many were read.
         mean: their mean size in bytes, as a journal stores them.
         is_all: the input has no others.
-        input_bytes: size of the whole input, uncompressed; compressed files count ``GROWTH`` times. 0 if unknown.
-        compressed: some of the input is compressed.
+        documents: how many the whole input has, about; 0 if unknown.
         refused: why a file that was read gave no document, by the file's index.
         first: the first one, encoded; empty if there is none.
     """
@@ -49,15 +50,9 @@ class Sample:
     number: int = 0
     mean: float = 0.0
     is_all: bool = False
-    input_bytes: int = 0
-    compressed: bool = False
+    documents: int = 0
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
-
-    @property
-    def documents(self) -> int:
-        """How many documents the whole input has, about; 0 if unknown."""
-        return self.number if self.is_all else round(self.input_bytes / self.mean) if self.mean else 0
 
 
 def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
@@ -85,7 +80,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
-    if not sample.number and names and not sample.input_bytes:
+    if not sample.number and names and not any(sizes):
         return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
@@ -122,31 +117,29 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
 def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
     folder = reader.data_folder
-    is_listed = not reader.paths_file and not isinstance(reader, HuggingFaceDatasetReader)
-    if is_listed and not is_on_hub(folder) and not folder.isdir(""):
+    if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
         raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
     inputs = list_input(reader)
     names = list(inputs.names)
-    if is_listed and is_on_hub(folder) and not names:
-        raise no_files(folder)
     measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: BaseDiskReader, names: list[str], file_sizes: list[int]) -> Sample:
-    found: list[bytes] = []
+def _read_some(reader: BaseDiskReader, names: list[str], sizes: list[int]) -> Sample:
+    found: list[tuple[int, Document]] = []
     refused: dict[int, NoDocument] = {}
-    is_all = _read_files(reader, len(names), found, refused)
-    measured = sum(grown(name, size) for size, name in zip(file_sizes, names, strict=False))
-    total = round(measured / max(1, len(file_sizes)) * len(names))
-    compressed = any(name.endswith(COMPRESSED) for name in names)
-    mean = sum(map(len, found)) / max(1, len(found))
-    return Sample(len(found), mean, is_all and bool(found), total, compressed, refused, found[0] if found else b"")
+    is_all = _read_files(reader, len(names), found, refused) and bool(found)
+    data = [as_read(document).data for _, document in found]
+    mean = sum(map(len, data)) / max(1, len(data))
+    about = len(data) / _bytes_read(found, names, sizes) * sum(sizes) / len(sizes) * len(names) if found else 0
+    return Sample(len(data), mean, is_all, len(data) if is_all else round(about), refused, data[0] if data else b"")
 
 
-def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused: dict[int, NoDocument]) -> bool:
-    """Adds the first documents, encoded, file after file. Returns whether all were read.
+def _read_files(
+    reader: BaseDiskReader, files: int, found: list[tuple[int, Document]], refused: dict[int, NoDocument]
+) -> bool:
+    """Adds the first documents, each with its file's index, file after file. Returns whether all were read.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
     that are refused for that are added to ``refused``.
@@ -161,12 +154,23 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[bytes], refused:
                 for document in documents:
                     if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return False
-                    found.append(as_read(document).data)
+                    found.append((rank, document))
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return False
     return True
+
+
+def _bytes_read(found: list[tuple[int, Document]], names: list[str], sizes: list[int]) -> float:
+    """About how many bytes of the files, as they are stored, were read for these documents."""
+    index, last = found[-1]
+    position, known = position_of(last), any(sizes[: index + 1])
+    if known and position and (file := position[2].file) and (inside := file.inside(position[3])):
+        return sum(sizes[:index]) + sum(sizes[index : index + 1]) * inside / file.size
+    # Of datatrove's own readers, such as that of CSV, nothing else is known than what a row became.
+    rows = ([one.id, one.text, *(one.metadata | {"file_path": ""}).values()] for _, one in found)
+    return sum(len(str(value).encode("utf-8", "replace")) + 1 for row in rows for value in row) / grown(names[index], 1)
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:

@@ -14,10 +14,10 @@ from datatrove_ckpt.generation.user_code import noting
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 
-def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[str, str]]:
+def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document, str]]:
     """Sends the first documents to the first runner. Their results are a run's below ``folder``.
 
-    Returns the id of each document, and the question of its first request; without one its text.
+    Returns each document, and the question of its first request; without one its text.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -30,8 +30,8 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[str, str
     for before in runner.before:
         documents = before(documents, 0, 1)
     first = list(islice(documents or (), number))
-    texts = [(str(document.id), document.text) for document in first]
-    step, questions = runner.step, dict[str, str]()
+    texts = [document.text for document in first]
+    step, questions = runner.step, dict[int, str]()
     step.rollout_fn = noting(step.rollout_fn, questions)
     step.output_writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
     step.checkpoints_local_dir, step.checkpoints_remote_dir = str(folder / "checkpoints"), None
@@ -40,4 +40,4 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[str, str
     step.retry_dead_letters, step.monitoring, step.drain_seconds = False, MonitoringConfig(), 0.0
     if first:
         step.run(first, 0, 1)
-    return [(name, questions.get(name, text)) for name, text in texts]
+    return [(one, questions.get(id(one), text)) for one, text in zip(first, texts, strict=True)]

@@ -26,7 +26,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input, no_files
+from datatrove_ckpt.readers.hub_messages import naming_hub_input, no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -262,26 +262,22 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         if self.paths_file:
-            names = list(get_shard_from_paths_file(self.paths_file, rank, world_size))
+            found: list[str] | None = list(get_shard_from_paths_file(self.paths_file, rank, world_size))
         else:
             if state is not None:
                 self.data_folder.invalidate_cache()  # this process may have an old listing
             with naming_hub_input(self.data_folder):
                 found = self._list_files(rank, world_size)
-            if found is None and is_on_hub(self.data_folder):
-                raise no_files(self.data_folder)
-            if found is None:
-                raise RuntimeError(f"No files found on {self.data_folder.path}!")
-            names = found
-        if self.shuffle_seed is not None:
-            names = shuffled_names(names, self.shuffle_seed)
+        if found is None:
+            raise no_files(self.data_folder)
+        names = found if self.shuffle_seed is None else shuffled_names(found, self.shuffle_seed)
         return Inputs(self.data_folder, names)
 
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
         options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
         ask = partial(self.data_folder.get_shard, rank, world_size, **options)
         what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
-        found: list[str] | None = ask() if self.data_folder.is_local() else retrying.READING.run(ask, what)
+        found: list[str] | None = retrying.READING.run(ask, what)
         return found
 
     def _documents(

@@ -72,7 +72,8 @@ def naming_hub_input(
     except CkptError:
         raise
     except Exception as error:
-        if type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError):
+        is_denied = missing and isinstance(error, PermissionError) and "s3" in getattr(folder.fs, "protocol", ())
+        if is_denied or (type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)):
             what = f"The input file {name!r} in" if name else "The input"
             raise InputError(
                 f"{what} {folder.resolve_paths('')!r} cannot be read: {failure_line(error)}. Check the credentials "
@@ -85,7 +86,7 @@ def naming_hub_input(
 
 
 def no_files(folder: DataFolder) -> InputError:
-    """The error of a folder on the hub in which no file matches."""
+    """The error of a folder in which no file matches."""
     return InputError(
         f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
         "glob_pattern fits none. Correct data_folder or glob_pattern."

@@ -119,8 +119,6 @@ class Inputs:
 
     def _remote(self, call: Callable[[], _Result]) -> _Result:
         """The result of a call that may ask a server."""
-        if self.folder.is_local():
-            return call()
         with naming_hub_input(self.folder, missing=False):
             return retrying.READING.run(call, self.folder.path)
 
@@ -474,6 +472,20 @@ def _record(inputs: Inputs, index: int) -> FileRecord:
 
 
 # The whole input ---------------------------------------------------------------------------------------------------
+
+
+def check_reachable(folder: DataFolder) -> None:
+    """The first contact with an input elsewhere. What another attempt cannot change is said by who lists it.
+
+    Raises:
+        InputError, OSError: it could not be reached for a minute.
+    """
+    with naming_hub_input(folder):
+        try:
+            retrying.OPENING.run(partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached")
+        except Exception as error:  # whatever the file systems' libraries raise
+            if retrying.OPENING.passes(error):
+                raise
 
 
 def list_input(reader: BaseDiskReader) -> Inputs:

@@ -282,7 +282,7 @@ class _Content(io.BufferedReader):
     """The content of a compressed file. ``stored``: the file itself."""
 
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
-        super().__init__(content, _BLOCK)
+        super().__init__(content, _HEAD)  # what is read ahead counts as read in ``_note_stored``
         self.stored = stored
 
 

@@ -9,9 +9,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import orjson
 import pytest
 import yaml
+from datatrove.io import DataFolder
+from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.execution import explain
@@ -22,6 +25,7 @@ from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
+from tests.patience import ChangePolicy
 
 JOB = {"run_folder": "runs/x", "input": "documents", "prompt": "Say {text}", "model": "m", "endpoint": "http://x"}
 ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
@@ -33,6 +37,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path
+
+
+@pytest.fixture
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were listed."""
+    found: list[str] = []
+    for name in ("list_files", "find", "glob"):
+        listed = getattr(DataFolder, name)
+
+        def noted(folder: DataFolder, *given: Any, _listed: Any = listed, **options: Any) -> Any:
+            found.append(folder.path)
+            return _listed(folder, *given, **options)
+
+        monkeypatch.setattr(DataFolder, name, noted)
+    return found
 
 
 def expanded(*overrides: str, **settings: Any) -> dict[str, Any]:
@@ -87,7 +106,7 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"tasks": "many"}, 'job.yaml: tasks: "many" is not an int or null'),
         ({"slurm": "gpu"}, 'job.yaml: slurm: "gpu" is not a mapping or null'),
         ({"prompt": None}, "give prompt, or rollout"),
-        ({"input": "documents/*.csv"}, r"input: documents/\*.csv holds none of \.jsonl.*no file at all"),
+        ({"input": "documents/a.csv"}, r"input: documents/a.csv holds none of \.jsonl.*no file at all"),
         ({"input": "mixed"}, r"mixed holds \.csv and \.jsonl. Name files of one kind"),
         ({"input": "both"}, r"both holds \.json and \.jsonl"),
         ({"input": "backup"}, r"backup holds b.jsonl.bak, too"),
@@ -167,6 +186,57 @@ def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text() -> None
     settings = {"system_prompt": "# You judge", "regex": "#x", "prompt": "# {text}"}
     assert found["rollout_fn"]["init_args"] == settings
     assert (found["config"]["default_generation_params"], found["config"]["seed"]) == ({"stop": "###"}, None)
+
+
+NAMED = ["documents/*.jsonl", "documents/a.jsonl", "deep/**/*.parquet", "s3://b/*.csv", "hf://datasets/o/n/x.arrow"]
+
+
+@pytest.mark.parametrize("given", NAMED)
+def test_what_its_name_tells_is_not_listed(given: str, listings: list[str]) -> None:
+    expanded(input=given)
+    with FakeServer() as server:
+        expanded(input=given, slurm={"partition": "gpu"}, tasks=3, endpoint=server.url)
+    assert listings == []
+
+
+@pytest.mark.parametrize("given", ["documents", *NAMED])
+def test_a_run_is_looked_at_without_its_input(
+    given: str, listings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml"]) == 0
+    Path("documents").rename("gone")
+    listings.clear()
+    setting = "limit" if "." in given else "batch_size"  # of some reader
+    for command in ("status", "verify", "show", "report"):
+        assert main([command, "job.yaml", "--input", given, f"--{setting}=5"]) == 0, command
+    assert "3 documents" in capsys.readouterr().out
+    assert main(["status", "job.yaml", "--input", given, "--batch-siz=5"]) == 2
+    assert [path for path in listings if "runs/x" not in path] == []
+
+
+def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
+    listings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def count(job: str) -> int:
+        listings.clear()
+        assert main(["run", job]) == 0
+        return sum(path.endswith("/documents") for path in listings)
+
+    with FakeServer() as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "documents/*.jsonl", "endpoint": server.url}))
+        assert main(["run", "job.yaml", "--print-config"]) == 0
+        Path("long.yaml").write_text(capsys.readouterr().out.replace("runs/x", "runs/y"))
+        assert 0 < count("job.yaml") == count("long.yaml")
+        assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
+
+
+def test_a_pattern_that_fits_nothing_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "documents/*.csv"}))
+    assert main(["run", "job.yaml"]) == 2
+    assert 'contains no files that match "*.csv".' in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,3 +415,40 @@ def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> N
     path = Path("documents/a.jsonl").absolute()
     error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
     assert str(error).startswith(f"{path}: Permission denied. Give this user the permission to read it, and run")
+
+
+class Far(MemoryFileSystem):
+    """A storage that is not there, or lets nobody in."""
+
+    protocol, error, asked = "far", Exception(), 0
+
+    def info(self, path: str, **options: Any) -> Any:
+        type(self).asked += 1
+        raise self.error
+
+    find = info
+
+
+@pytest.mark.parametrize(
+    ("error", "looks", "said"),
+    [
+        (ConnectionResetError("no route"), range(5, 20), "no route"),
+        (PermissionError("closed"), range(1, 9), "closed"),
+        (FileNotFoundError("no such bucket"), range(1, 9), ""),
+    ],
+)
+def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
+    error: Exception, looks: range, said: str, policy: ChangePolicy, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))
+    policy("READING", sleep=lambda seconds: pytest.fail("a run that has begun has more patience"))
+    monkeypatch.setattr(Far, "error", error)
+    monkeypatch.setattr(Far, "asked", 0)
+    fsspec.register_implementation("far", Far, clobber=True)
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "far://b/*.jsonl"}))
+    refused = command("run", "job.yaml", code=1)
+    assert said in refused.error
+    assert sum(waits) == (pytest.approx(60) if isinstance(error, ConnectionError) else 0)
+    assert Far.asked in looks
+    assert Path("runs").exists() != isinstance(error, ConnectionError)

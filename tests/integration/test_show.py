@@ -214,6 +214,18 @@ def test_a_sample_says_why_documents_fail(here: Path, command: Command, bad: lis
     assert f"{2 - len(bad)} of 2 documents processed." in said
 
 
+def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(here: Path, command: Command) -> None:
+    with FakeServer(lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])) as server:
+        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [])
+        Path("input/0.jsonl").write_text("".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc"))
+        said = command("run", "job.yaml", "--sample", 3).out
+    assert re.findall(r"question: (.*)\n  (failed|answer: .*)", said)[1:] == [
+        ("Say b", "answer: to Say b"),
+        ("Say c", "answer: to Say c"),
+    ]
+    assert said.startswith("1. 1\n  question: Say a\n  failed: ")
+
+
 def test_a_sample_of_dropped_documents_and_of_none(here: Path, server: FakeServer, command: Command) -> None:
     Path("mine.py").write_text(
         "async def drop(document, generate):\n    await generate({'messages': document.metadata['m']})\n"

@@ -28,7 +28,7 @@ from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
@@ -203,7 +203,7 @@ def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path: Path
 
 
 def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="No files found"):
+    with pytest.raises(InputError, match="holds no files for this reader"):
         list(JsonlReader(tmp_path.as_posix()).run())
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
     assert list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2)) == []

@@ -19,11 +19,13 @@ import math
 import re
 import shlex
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
 
     safe_log()
+    if bare := next((one for one in overrides if "=" not in one), None):
+        close = get_close_matches(bare, _own_flags(given), n=1)
+        parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     if not overrides and getattr(arguments, "config", "") is None:
@@ -84,9 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = ". A pattern, or a value with spaces, needs quotes." if message.startswith("unrecognized") else ""
+        super().error(f"{message}{hint}")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``datatrove-ckpt``. Parsed arguments have the ``name`` of the command and its ``module``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="datatrove-ckpt",
         description="Crash-proof LLM inference for datatrove.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,23 +125,26 @@ def make_parser() -> argparse.ArgumentParser:
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments into plain ones and overrides: flags that the command does not have itself.
 
-    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``.
+    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those without a value as
+    they are.
     """
-    options = {name: given for name, _, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
-    own = {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
-    rest: list[str] = []
-    overrides: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
+    own, rest, overrides = _own_flags(arguments), list[str](), list[str]()
+    remaining = deque(arguments)
+    while remaining:
+        argument = remaining.popleft()
         if not argument.startswith("--") or argument.partition("=")[0] in own:
             rest.append(argument)
-        elif "=" in argument:
+        elif "=" in argument or not remaining or re.match("--[a-z]", remaining[0]):
             overrides.append(argument)
-        elif (value := next(remaining, None)) is not None:
-            overrides.append(f"{argument}={value}")
         else:
-            rest.append(argument)  # of which the parser says that it is none
+            overrides.append(f"{argument}={remaining.popleft()}")
     return rest, overrides
+
+
+def _own_flags(arguments: list[str]) -> set[str]:
+    """Of the command that is called."""
+    options = {name: given for name, _, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
+    return {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
 
 
 def _takes_overrides(arguments: argparse.Namespace) -> bool:

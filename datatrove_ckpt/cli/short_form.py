@@ -12,14 +12,16 @@ run that has begun keeps its number of tasks.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
-from glob import has_magic
+from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -110,6 +112,9 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     """
     content = {} if path is None else load(path)
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
+    for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in overrides).items():
+        if times > 1:
+            raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
     if "executor" not in content:
         for override in named:
             set_at_path(content, override, ShortJob)
@@ -148,9 +153,10 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
+    content = {name: _text(name, value, source) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    for name in [name for name in content if name not in NAMES and {"run_folder", "input"} - own.keys()]:
-        refuse_unknown({name: None} if get_close_matches(name, NAMES) else {}, NAMES, source)
+    if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout"}:
+        refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
     job: ShortJob = construct(ShortJob, own, source)
     if "://" in job.run_folder:
         raise ConfigError(
@@ -175,9 +181,10 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
-    sampling = content.get("generation_params")
-    for name in answer.keys() & (sampling if isinstance(sampling, dict) else {}):
-        raise ConfigError(f"{source}: {name}: is in generation_params, too, which would win. Give it once.")
+    for other in ("generation_params", "default_generation_params"):
+        sampling = content.get(other)
+        for name in answer.keys() & (sampling if isinstance(sampling, dict) else {}):
+            raise ConfigError(f"{source}: {name}: is in {other}, too. Give it once.")
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
     runner |= {
@@ -222,7 +229,9 @@ def run(
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
-    content: Node = {"run_folder": str(run_folder), "input": str(input), "prompt": prompt, "rollout": rollout}
+    content: Node = {"prompt": prompt, "rollout": rollout}
+    for name, path in (("run_folder", run_folder), ("input", input)):
+        content[name] = str(path) if isinstance(path, Path) else path
     content |= {"model": model, "endpoint": endpoint, **settings}
     content = {name: value for name, value in content.items() if value is not None}
     from datatrove_ckpt.cli import start_over as moves  # slow to import
@@ -286,19 +295,36 @@ def _node(class_path: str, **arguments: Any) -> Node:
     return {"class_path": class_path, "init_args": arguments}
 
 
+def _text(name: str, value: Any, source: str) -> Any:
+    """The value of a setting; of a prompt ``@FILE``, the file's text."""
+    if name == "input" and isinstance(value, list):
+        raise ConfigError(f"{source}: input: takes one path; several files are a pattern, or a folder of them.")
+    if not name.endswith("prompt") or value is None:
+        return value
+    if isinstance(value, dict):
+        raise ConfigError(f"{source}: {name}: is a mapping, no text. Put it in quotes.")
+    if not str(value).startswith("@"):
+        return value
+    path = Path(str(value)[1:]).expanduser()
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{source}: {name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
+
+
 def _rollout(job: ShortJob, source: str) -> Any:
     """A prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
     prompt, name = job.prompt, job.rollout
-    if prompt is not None and prompt.startswith("@"):
-        try:
-            prompt = Path(prompt[1:]).expanduser().read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"{source}: prompt: {prompt[1:]} cannot be read: {error}.") from None
     is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
     if is_ready or (name is None and prompt is not None):
         return _node(str(name or "PromptRollout"), **({} if prompt is None else {"prompt": prompt}))
     if (name is None) == (prompt is None):
-        raise ConfigError(f"{source}: give prompt, or rollout (my_module.my_function), and not both.")
+        what = (
+            "is missing; give it, or rollout (my_module.my_function)"
+            if name is None
+            else "give it or rollout, not both"
+        )
+        raise ConfigError(f"{source}: prompt: {what}.")
     return name
 
 
@@ -340,12 +366,17 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
     if (found := _DATASET.fullmatch(given)) is not None:
         options = {"split": "train"}
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), _MOST_TASKS
+    is_here = "://" not in given
     folder, pattern = _split(given)
+    if is_here and has_magic(folder):
+        raise ConfigError(f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it.")
     # What comes before an "@" may be a password, which is refused below.
     kind = _SUFFIXES.get(_suffix(given), "") if pattern and "@" not in given else ""
-    is_told = kind and (has_magic(given) or "://" in given or Path(given).is_file())
+    is_told = kind and (has_magic(given) or not is_here or Path(given).is_file())
     if (is_told or only_look) and not counts:
         return _node(kind, data_folder=folder, glob_pattern=pattern), 0
+    if is_here and pattern and not has_magic(given) and not Path(given).exists():
+        raise ConfigError(f"{source}: input: {Path(given).absolute()} does not exist.")
     from datatrove.io import get_datafolder  # slow to import
 
     try:
@@ -353,16 +384,20 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
             return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), _MOST_TASKS
         has_splits = Path(given, "dataset_dict.json").is_file()
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
-        if not names and "://" not in folder and not Path(folder).is_dir():
+        if not names and is_here and not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
+        below = os.walk(folder) if is_here and not pattern else ()
+        linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
     except Exception as error:  # botocore's errors have no common base
         cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
         raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
     odd = [one for one in others if pattern or any(kind in posixpath.basename(one).lower() for kind in known)]
-    problem = ""
-    if has_splits:
+    plain, problem = Counter(map(_uncompressed, names)), ""
+    if linked:
+        problem = f"a link to a folder, {linked[0]}, which readers do not follow"
+    elif has_splits:
         problem = f"several splits, such as {Path(given, 'train')}"
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
@@ -370,6 +405,8 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         problem = " and ".join(known)
     elif odd:
         problem = f"{odd[0]}, too"
+    elif (most := plain.most_common(1)[0])[1] > 1:
+        problem = f"{most[0]} twice, compressed and not"
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
@@ -379,18 +416,22 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
 
 def _suffix(name: str) -> str:
     """Of the content, without that of a compression."""
+    return PurePosixPath(_uncompressed(name)).suffix
+
+
+def _uncompressed(name: str) -> str:
     path = PurePosixPath(name)
-    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix
+    return str(path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path)
 
 
 def _split(given: str) -> tuple[str, str]:
     """The folder of an input, and the pattern of its files; "": all."""
-    if has_magic(given):
+    if has_magic(given) and not Path(given).is_file():
         parts = given.split("/")
         first = next(index for index, part in enumerate(parts) if has_magic(part))
         return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        exactly = f"{name[:-1]}[{name[-1]}]"  # as it stands, it would fit all names that end so
+        exactly = f"{escape(name[:-1])}[{name[-1]}]"  # as it stands, it would fit all names that end so
         return folder or ("/" if given.startswith("/") else "."), exactly
     return given, ""

@@ -81,14 +81,17 @@ def load(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not have the one key "executor".
     """
+    is_other = Path(path).suffix not in (".yaml", ".yml")
+    hint = " A YAML file goes there; a pattern, or a value with spaces, needs quotes." * is_other
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {problem}.") from None
+        hint = hint or " Does a text need quotes?" * bool(re.search("character '[@`%]|mapping values", str(problem)))
+        raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or those of the short '
@@ -266,7 +269,8 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
         if module_name.startswith("datatrove."):
             advice += " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
         raise ConfigError(
-            f'{place}: {what} "{path}" needs module "{error.name}", which is not installed; {advice}.'
+            f'{place}: {what} "{path}" needs module "{error.name}", which is neither in the working folder '
+            f"nor installed; {advice}."
         ) from None
     except Exception as error:
         raise ConfigError(f'{place}: importing "{module_name}" failed: {type(error).__name__}: {error}') from error
@@ -299,13 +303,13 @@ def refuse_unknown(
             hint = f"; it belongs in {others[key]}." if key in others else ""
             hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
             if not hint and len(known) > _MOST_LISTED:
-                hint = "; `datatrove-ckpt schema` prints all keys."
+                hint = "; see docs/settings.md, or `datatrove-ckpt schema`."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 
 def _did_you_mean(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
     return f', did you mean "{close[0]}"?' if close else ""
 
 

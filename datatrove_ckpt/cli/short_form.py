@@ -112,7 +112,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     """
     content = {} if path is None else load(path)
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
-    for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in overrides).items():
+    for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
         if times > 1:
             raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
     if "executor" not in content:

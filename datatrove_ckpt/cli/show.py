@@ -52,7 +52,7 @@ def show(arguments: argparse.Namespace) -> int:
 def _what_else(place: Place, shown: int, asked: int) -> str:
     """What there is besides the documents that were shown; "" if they are all."""
     state = read_run_state(place)
-    counts, written, size = state.together.done, state.together.counts.written, state.identity["records_per_chunk"]
+    counts, written, size = state.together.done, state.together.counts.written, state.identity.get("records_per_chunk")
     if shown:
         return f"{shown} of {plural(written, 'document')}; --n {2 * asked} prints more." * (written > shown)
     done = f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')})"

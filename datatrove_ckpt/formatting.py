@@ -111,6 +111,12 @@ def safe_text(value: object) -> str:
     return _safe(str, value)
 
 
+def forgotten_await(error: BaseException) -> str:
+    """A hint, with a space before it, for an error that a coroutine has caused in the place of its result; else ""."""
+    is_told = isinstance(error, AttributeError | TypeError) and "coroutine" in safe_text(error)
+    return " (was `await` forgotten, as in `await generate(...)`?)" * is_told
+
+
 def safe_repr(value: object) -> str:
     """``repr(value)``, for error messages. Never raises, and is at most 200 characters long."""
     text = _safe(repr, value)

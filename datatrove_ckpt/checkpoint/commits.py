@@ -137,14 +137,15 @@ class DocumentCounts:
 
     @property
     def odd_answers(self) -> str:
-        """A sentence, with a space before it, on answers that were cut off or are empty; "" if none is."""
+        """Sentences, each with a space before it, on no answer at all, and on those cut off or empty; "" if none is."""
         answers, said = plural(self.answers, "answer"), []
+        none = " The rollout returned None for each document, which drops it. Does the rollout lack a return?"
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
             said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
-        return f" {' and '.join(said)}." if said else ""
+        return none * (self.dropped == self.read > 0) + (f" {' and '.join(said)}." if said else "")
 
     def unsplit(self) -> WorkStats:
         """What an earlier release's commit tells of the work."""

@@ -346,7 +346,9 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
     again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
     retried = f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, {again.dead} still dead"
-    work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{counts.odd_answers}{_attempts(job)}"
+    idle = job.ranks - len({number for number, done in job.committed if done.read})
+    had_none = f" {idle} of {plural(job.ranks, 'task')} had no documents." * bool(idle)
+    work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{had_none}{counts.odd_answers}{_attempts(job)}"
     retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
     given = str(runner.step.checkpoints_local_dir)
     shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes

@@ -391,7 +391,7 @@ def status() -> None:
 @_command(
     "report",
     _WHAT,
-    _argument("FILE", "report.html if not given; - prints it", "-o", "--output", default="report.html"),
+    _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
     _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),
     _TOKEN_PRICE,
     _argument("N", "that the servers of a rank use", "--gpus-per-rank", type=partial(_count, "GPUs")),

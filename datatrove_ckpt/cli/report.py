@@ -26,11 +26,12 @@ _DOCUMENTS = 10
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
-    target: str = arguments.output
-    if Path(target).is_dir():
-        raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
     prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
+        beside = place.folder.parent if place.folder.name == "checkpoints" else Path()
+        target: str = arguments.output or str(beside / "report.html")
+        if Path(target).is_dir():
+            raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
         state = read_run_state(place)
         page = gather(state, prices, place.config, list(_documents(place)))
     text = page.html().encode()

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
+from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -31,7 +32,7 @@ _WIDE = 100  # columns of a terminal from which on two texts stand side by side
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints each document as soon as it is found. Returns the exit code."""
-    shown = 0
+    shown, is_all = 0, not (arguments.dead or arguments.grep) and arguments.id is None
     with place_of(arguments) as place:
         found = read_dead_letters(place) if arguments.dead else read_documents(place, arguments.output)
         wanted = (arguments.grep or "").casefold()
@@ -41,9 +42,21 @@ def show(arguments: argparse.Namespace) -> int:
             found = iter(heapq.nlargest(arguments.n, found, key=lambda one: len(one.answer)))
         for shown, one in enumerate(islice(found, arguments.n), 1):
             say(_described(shown, one, "text", None if arguments.id is not None else _MOST))
-    if not shown:
+        if is_all and (ended := _what_else(place, shown, arguments.n)):
+            say(ended)
+    if not (shown or is_all):
         say(f"There is no such {'dead letter' if arguments.dead else 'document in the output files, so far'}.")
     return 0 if shown else 1
+
+
+def _what_else(place: Place, shown: int, asked: int) -> str:
+    """What there is besides the documents that were shown; "" if they are all."""
+    state = read_run_state(place)
+    counts, written, size = state.together.done, state.together.counts.written, state.identity.get("records_per_chunk")
+    if shown:
+        return f"{shown} of {plural(written, 'document')}; --n {2 * asked} prints more." * (written > shown)
+    done = f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')})"
+    return f"No document is in the output files, so far: {done}. A file appears when a chunk of {size} is complete."
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:

@@ -34,7 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
-from datatrove_ckpt.formatting import printable, safe_repr, safe_text
+from datatrove_ckpt.formatting import forgotten_await, printable, safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.readers.positions import State
@@ -59,7 +59,7 @@ def cause_of(error: BaseException) -> str:
     """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
     text = printable(redact(safe_text(cause)))
-    return text if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {text}"
+    return text if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
 
 
 def dead_letter(

@@ -311,11 +311,6 @@ class RankMessages:
     def done(self, where: str) -> None:
         """All documents are in the output folder, which is named."""
         counts = self.checkpoint.counts
-        if counts.dropped == counts.read > 0:
-            logger.warning(
-                f"Rank {self.rank}: the rollout returned None for each document, which drops it, so none is in the "
-                "output. Does the rollout lack a return?"
-            )
         if not counts.read:
             logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
             return

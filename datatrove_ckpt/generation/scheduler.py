@@ -24,7 +24,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import causes
+from datatrove_ckpt.errors import DocumentNotSerializable, causes
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
@@ -45,6 +45,7 @@ Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Calla
 
 # Room on the disk may come back without any progress of this rank.
 _LOOK_AGAIN_SECONDS = 5.0
+_MANY = 100  # documents of which one at least should be kept
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._rollouts = range(self.config.rollouts_per_document)
+        self._dropped = 0
         self._document_limit = DocumentLimit(self.config)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -188,6 +190,8 @@ class Scheduler:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
             self.observer.own.documents += 1
+            if self._dropped == self.observer.own.documents == _MANY:
+                logger.warning(f"The rollout returned None for all of {_MANY} documents. Does it lack a return?")
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise
@@ -229,6 +233,7 @@ class Scheduler:
             letter = self.failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
             return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         outcome: Outcome = "written" if kept else "dropped"
+        self._dropped += not kept
         return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self) -> None:
@@ -262,6 +267,9 @@ class Scheduler:
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
         end_fork(self._pid)
+        if document is result:
+            text = "returned the document itself. Return what is to be added to it, such as answer.text"
+            raise DocumentNotSerializable(f"The rollout {name_of(self.rollout_fn)} {text}.")
         return result
 
 

@@ -30,7 +30,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.formatting import forgotten_await, safe_repr, safe_text
 
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
@@ -68,11 +68,10 @@ def encode(document: Document) -> bytes:
     try:
         return dump(document_fields(document), _refuse)
     except Exception as error:  # a user's ``__repr__`` may raise anything
-        awaited = " Was `await` forgotten?" if "coroutine" in safe_text(error) else ""
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
-            f"Document {name} holds a value that cannot be kept: {safe_text(error)}.{awaited} The rollout, "
-            "and the steps before it, may use JSON values, dates, bytes and numpy values. What else the document held "
+            f"Document {name} holds a value that cannot be kept: {safe_text(error)}{forgotten_await(error)}. The "
+            "rollout, and the steps before it, may use JSON values, dates, bytes and numpy values. What else it held "
             "as it was read, such as an image, the rollout must remove before it returns."
         ) from error
 

@@ -187,8 +187,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             inputs = self._list_inputs(rank, world_size, start.state)
         else:
             inputs, shard = self.inputs_of_share(start.share, start.state), [*shard, start.share.round]
-        if not inputs.names:
-            logger.warning(f"No files found on {self.data_folder.path} for {rank=}")
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:

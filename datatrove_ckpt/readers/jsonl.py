@@ -44,6 +44,7 @@ from datatrove_ckpt.readers.shard import Skipped
 _BLOCK = 2**20
 _HEAD = 2**16
 _WITH_HEAD = 1
+_LOGGED = 5
 
 
 class DamagedLine(DocumentError):
@@ -202,7 +203,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to false to count such "
                 "lines and continue."
             )
-        logger.warning(f"Error when reading `{name}`, {where}: {error}")
+        if (count := self.stats["damaged_lines"].total) <= _LOGGED:
+            more = ". Save it as UTF-8" * ("UTF-8" in str(error)) + "; others are only counted" * (count == _LOGGED)
+            logger.warning(f"Error when reading `{name}`, {where}: {error}{more}")
 
     # Files ---------------------------------------------------------------------------------------------------------
 

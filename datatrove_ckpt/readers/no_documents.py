@@ -113,12 +113,12 @@ def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
         if isinstance(row, dict):
             return _explain_row(reader, row, damaged)
     text = line.decode(errors="replace").strip()
+    advice = f"Write a format that {type(reader).__name__} reads, choose another reader, or move the file elsewhere."
     if text.startswith("["):
-        return f"It begins with {text[:_SHOWN_CHARACTERS]!r}. It seems to be a JSON array. {_ARRAY_ADVICE}"
-    return text and (
-        f"It begins with {text[:_SHOWN_CHARACTERS]!r}. Write a format that {type(reader).__name__} reads, choose "
-        "another reader, or move the file out of the folder."
-    )
+        advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
+    if "\ufffd" in text:
+        advice = "It is not UTF-8: save it as UTF-8 (iconv -t utf-8), or move it elsewhere."
+    return text and f"It begins with {text[:_SHOWN_CHARACTERS]!r}. {advice}"
 
 
 def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:

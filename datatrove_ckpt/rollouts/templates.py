@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import orjson
 from datatrove.data import Document
+from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
 
@@ -78,6 +79,7 @@ def _checked(document: Document, place: str, value: list[Any]) -> Messages:
 
 _FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
 _OWN = ("text", "id")
+_NULLS: set[str] = set()  # keys of which this process has said that they may be null
 _ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace"
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
@@ -162,4 +164,7 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
         return others[key]
     if key not in document.metadata:
         raise lacks(document, "prompt", key)
+    if document.metadata[key] is None and key not in _NULLS:
+        _NULLS.add(key)
+        logger.warning(f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.')
     return str(document.metadata[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,15 @@ def test_a_page_that_cannot_be_written_is_told(
     target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, command: Command
 ) -> None:
     assert said in command("report", checkpoints, "-o", tmp_path / target, code=code).err
+
+
+def test_without_a_name_it_is_written_into_the_run_folder(checkpoints: Path, here: Path, command: Command) -> None:
+    run = here / "run"
+    shutil.copytree(checkpoints, run / "checkpoints")
+    assert command("report", run).out.startswith(f"{run / 'report.html'}: the report of ")
+    assert command("report", "run/checkpoints").out.startswith("run/report.html: ")
+    shutil.copytree(checkpoints, here / "elsewhere")
+    assert command("report", "elsewhere").out.startswith("report.html: ")
 
 
 def test_where_nothing_is_there_is_no_report(here: Path, command: Command, monkeypatch: Any) -> None:

@@ -343,9 +343,11 @@ def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeSe
     async def forgets(document: Document, generate: Any) -> None:
         await ask(document, generate)
 
-    runner(tmp_path, server, forgets).run(documents(3))
-    (said,) = [line for line in log if "Does the rollout lack a return?" in line]
-    assert said.startswith("WARNING Rank 0: the rollout returned None for each document")
+    runner(tmp_path, server, forgets, records_per_chunk=1000).run(documents(120))
+    early, end = [line for line in log if "lack a return?" in line]
+    assert early == "WARNING The rollout returned None for all of 100 documents. Does it lack a return?\n"
+    assert end.startswith("SUCCESS Rank 0: 0 of 120 documents written to ")
+    assert " The rollout returned None for each document, which drops it. Does the rollout lack a return? " in end
 
 
 # datatrove -----------------------------------------------------------------------------------------------------------

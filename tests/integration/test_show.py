@@ -13,12 +13,14 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command, Printed
 from tests.jobs import documents, fails_at, rejects, runner
 from tests.unit.test_report_page import HOSTILE, Reader
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
+ONE_BY_ONE = {"max_concurrent_documents": 1}
 _NAME = "${rank}_chunk_${chunk_index}"
 Show = Callable[..., Printed]
 
@@ -79,6 +81,21 @@ def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) 
     assert ids(show("--grep", "so so so so so so so so so so so")) == ["id 11"], "in an answer"
     assert ids(show("--grep", "text", "--longest", "--n", 1)) == ["id 11"]
     assert show("--id", "none", code=1).out == "There is no such document in the output files, so far.\n"
+
+
+def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(
+    tmp_path: Path, server: FakeServer, show: Show
+) -> None:
+    with pytest.raises(DocumentFailed):
+        runner(tmp_path, server, fails_at(["id 3"]), records_per_chunk=4, config=ONE_BY_ONE).run(documents(8))
+    done = "3 documents are done (0 dropped, 0 dead letters)"
+    assert show(code=1).out == (
+        f"No document is in the output files, so far: {done}. A file appears when a chunk of 4 is complete.\n"
+    )
+    runner(tmp_path, server, records_per_chunk=4, accept_changes=True).run(documents(8))
+    assert show().out.endswith("\n5 of 8 documents; --n 10 prints more.\n")
+    for words in (["--n", 8], ["--grep", "text"], ["--id", "id 1"]):
+        assert "prints more" not in show(*words).out
 
 
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(

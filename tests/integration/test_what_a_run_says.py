@@ -124,6 +124,37 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("answer.text", 0, "0 dead letters), for 3 requests "),
+        ("return generate({}).text", 1, "has no attribute 'text' (was `await` forgotten, as in `await generate"),
+        ("return {'answer': generate({})}", 1, "of type coroutine (was `await` forgotten, as in `await generate"),
+        ("return document", 1, "rollout ask returned the document itself. Return what is to be added to it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
+    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, line: str, code: int, said: str
+) -> None:
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"])
+    ask = "    answer = await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
+    (here / "forgets.py").write_text(f"async def ask(document, generate):\n{ask}    {line}\n")
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "forgets", raising=False)
+    printed = command("run", "job.yaml", code=code)
+    last = printed.error if code else printed.out.splitlines()[-1]
+    assert said in last
+    assert code or "Does the rollout lack a return?" in last
+
+
+def test_tasks_without_documents_are_counted_once(here: Path, server: FakeServer, command: Command) -> None:
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3), ["a"])
+    said = command("run", "job.yaml")
+    assert " 2 of 3 tasks had no documents. " in said.out.splitlines()[-1]
+    assert "No files found" not in said
+
+
 def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here: Path, command: Command) -> None:
     with FakeServer(hold_after=1) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")

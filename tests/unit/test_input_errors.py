@@ -80,6 +80,7 @@ def read_in(reading: Reading, reader: SeekingReader) -> list[Document]:
         pytest.param(json.dumps([{"text": "a"}]).encode(), {}, r"JSON array\. Write one object per line", id="array"),
         pytest.param(b"Once upon a time\n", {}, r"begins with 'Once upon a time'", id="plain text"),
         pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
+        pytest.param(b'{"text": "caf\xe9"}\n' * 9, {}, r"It is not UTF-8: save it as UTF-8 \(iconv", id="Latin-1"),
         pytest.param(gzip.compress(LINES[0]), {}, r"compressed with gzip.*end in .gz", id="gzip by another name"),
         pytest.param(zstandard.compress(LINES[0]), {"compression": None}, r"compressed with zstd", id="zstd as plain"),
         pytest.param(
@@ -96,6 +97,17 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
         list(JsonlReader(tmp_path.as_posix(), **options).run())
+
+
+def test_only_the_first_damaged_lines_are_logged(tmp_path: Path, log: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": "caf\xe9"}\n' * 9)
+    reader = JsonlReader(tmp_path.as_posix())
+    assert len(list(reader.run())) == 1
+    assert reader.stats["damaged_lines"].total == 9
+    warned = [line for line in log if "Error when reading `a.jsonl`, line" in line]
+    assert len(warned) == 5
+    assert all(". Save it as UTF-8" in line for line in warned)
+    assert warned[-1].endswith("; others are only counted\n")
 
 
 def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
-from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config
+from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config, templates
 from datatrove_ckpt.rollouts.model_files import load_counter
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
@@ -39,6 +39,12 @@ def test_a_key_of_the_metadata_is_filled_in_by_its_name() -> None:
     given.metadata["text"] = "not this one"
     assert content(PromptRollout("{title} ({year}): {text}"), given) == "Rain (1854): Rain falls."
     assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
+
+
+def test_a_null_is_said_at_the_first_document_that_has_one(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_NULLS", set())
+    assert [content(PromptRollout("{title}"), document(title=None)) for _ in range(2)] == ["None", "None"]
+    assert log == ["WARNING Document 'd1': title is null; the prompt has \"None\" there, and is sent.\n"]
 
 
 def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:

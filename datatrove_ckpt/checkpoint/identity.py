@@ -329,8 +329,8 @@ def _lines(change: Change) -> list[str]:
     field, old, new = change[:3]
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [f"  {field}: {change.shown_old} -> {change.shown_new}"]
-    found = [(key, _shown(old, key), _shown(new, key)) for key in {**old, **new}]
-    return [f"  {field}.{key}: {before} -> {now}" for key, before, now in found if before != now]
+    found = [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
+    return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in found]
 
 
 def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True, is_left: bool = True) -> str:

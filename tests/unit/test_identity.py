@@ -375,3 +375,14 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     secret_runner(tmp_path, server).run(documents(3))
     assert fields_of(tmp_path) == kept
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
+
+
+def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(tmp_path: Path, server: FakeServer) -> None:
+    def run(end: str) -> None:
+        params = {"stop": "x" * 400 + end, "top_p": 0.5}
+        runner(tmp_path, server, config={"default_generation_params": params}).run(documents(1))
+
+    run("a")
+    with pytest.raises(CheckpointMismatch, match=r"  default_generation_params\.stop: ") as refused:
+        run("b")
+    assert "top_p" not in str(refused.value)

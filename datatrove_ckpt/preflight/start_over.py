@@ -89,6 +89,8 @@ def folders_to_move(plan: RunPlan, config: str | None = None, as_one: bool = Fal
         made = [parent]
     tops = [folder for folder in made if not any(other in folder.parents for other in made)]
     for folder in tops:
+        if folder.is_symlink():
+            raise ConfigError(f"--start-over: {folder} is a link to {(real := folder.resolve())}: give {real}.")
         if strangers := _among(staying, folder):
             raise _refusal(f"{folder} holds {strangers[0]}, which is not the run's.")
     return sorted(tops, key=lambda folder: bool(_among(begun, folder)))

@@ -185,6 +185,31 @@ def test_the_command_to_resume_does_not_start_over_again(
     assert said.endswith("To resume: datatrove-ckpt run job.yaml\n")
 
 
+def test_a_run_folder_that_is_a_link_stays(server: FakeServer, command: Command) -> None:
+    short_job(server)
+    command("run", "job.yaml")
+    Path("runs/cur").symlink_to("x")
+    before, here = outputs(Path()), Path.cwd()
+    said = command("run", "job.yaml", "--run-folder=runs/cur", "--start-over", code=2).error
+    assert f" {here}/runs/cur is a link to {here}/runs/x: give {here}/runs/x." in said
+    assert outputs(Path()) == before
+
+
+def test_output_that_two_jobs_share_stays(here: Path, server: FakeServer, command: Command) -> None:
+    second = ["--pipeline.1.checkpoints_local_dir=second", "--executor.logging_dir=logs2"]
+    second += ["--pipeline.1.output_writer.output_filename=second_${rank}_${chunk_index}.jsonl"]
+    long_job(server)
+    command("run", "job.yaml")
+    command("run", "job.yaml", *second)
+    before = outputs(here)
+    for options, other in (([], "second_00000_00000.jsonl"), (second, "00000_00000.jsonl")):
+        said = command("run", "job.yaml", *options, "--start-over", code=2).error
+        assert f" {here}/output/{other} is not this job's, and would be moved, too. Give each job an " in said
+    assert outputs(here) == before
+    command("run", "job.yaml", *second, "--pipeline.1.output_writer.output_folder=own", "--start-over")
+    command("run", "job.yaml")
+
+
 def _nothing() -> None:
     pass
 

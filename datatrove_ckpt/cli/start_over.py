@@ -27,15 +27,14 @@ def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> Non
     """Renames the folders. From then on the command to resume is the one without the flag.
 
     Raises:
-        ConfigError, CheckpointLocked, StorageFailed: see ``_refuse_shared_output``, and ``preflight/start_over.py``.
+        ConfigError, CheckpointLocked, StorageFailed: see ``preflight/start_over.py``.
     """
     if arguments.retry_dead_letters:
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
     plan, config = RunPlan(executor), arguments.config
     check_steps(plan)
-    if not (as_one := config is None or "executor" not in load(config)):
-        _refuse_shared_output(plan)
-    moved = moves.start_over(plan, config, as_one)
+    as_one = config is None or "executor" not in load(config)
+    moved = moves.start_over(plan, config, as_one, [] if as_one else _files_of_others(plan))
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():
@@ -52,25 +51,15 @@ def advice(error: Exception, plan: RunPlan, arguments: argparse.Namespace) -> st
     return ""
 
 
-def _refuse_shared_output(plan: RunPlan) -> None:
-    """
-    Raises:
-        ConfigError: an output folder holds files that none of the steps has written: another job may be at work there.
-    """
-    logs, foreign = Path(plan.logging_dir.resolve_paths("")).absolute(), dict[Path, set[Path]]()
-    for step, root in plan.kept:
-        folder = Path(step.output_writer.output_folder.resolve_paths("")).absolute()
+def _files_of_others(plan: RunPlan) -> list[Path]:
+    """The files in output folders that none of the steps has written: another job may be at work there."""
+    logs, found = Path(plan.logging_dir.resolve_paths("")).absolute(), dict[str, set[Path]]()
+    for _, root in plan.kept:
         with suppress(CkptError, OSError):  # damaged, or not begun
-            if (report := verify(root)).output != str(folder):
-                continue  # it is not moved
-            found = {folder / str(problem.path) for problem in report.problems if problem.kind == "foreign"}
-            foreign[folder] = foreign.get(folder, found) & found
-    others = sorted(path for paths in foreign.values() for path in paths if not path.is_relative_to(logs))
-    if others:
-        raise ConfigError(
-            f"{FLAG}: {others[0]} is not this job's, and would be moved, too. Give each job an output folder of its "
-            "own: choose another output_folder, checkpoints_local_dir and logging_dir."
-        )
+            report = verify(root)
+            foreign = {Path(report.output, str(one.path)) for one in report.problems if one.kind == "foreign"}
+            found[report.output] = found.get(report.output, foreign) & foreign
+    return sorted(path for paths in found.values() for path in paths if not path.is_relative_to(logs))
 
 
 def _name_output(runner: RunnerPlan, moved: dict[Path, Path]) -> None:

@@ -204,7 +204,8 @@ def test_output_that_two_jobs_share_stays(here: Path, server: FakeServer, comman
     before = outputs(here)
     for options, other in (([], "second_00000_00000.jsonl"), (second, "00000_00000.jsonl")):
         said = command("run", "job.yaml", *options, "--start-over", code=2).error
-        assert f" {here}/output/{other} is not this job's, and would be moved, too. Give each job an " in said
+        assert f"{here}/output holds {here}/output/{other}, which is not the run's. " in said
+        assert said.endswith("or checkpoints_local_dir, output_folder and logging_dir of this job alone.")
     assert outputs(here) == before
     command("run", "job.yaml", *second, "--pipeline.1.output_writer.output_folder=own", "--start-over")
     command("run", "job.yaml")

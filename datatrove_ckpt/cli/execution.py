@@ -41,10 +41,7 @@ from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
-_REPAIR = re.compile(
-    r"datatrove-ckpt repair \S+ (?:--output \S+ )?--logging-dir \S+, then run the same command again"
-    r"(?:, with(?= -))?((?: --retry-dead-letters)?)"
-)
+_REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
 

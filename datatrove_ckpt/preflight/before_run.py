@@ -119,8 +119,7 @@ def _check_folders(plan: RunPlan) -> None:
     for _, root in plan.kept:
         inside = (place for place in root.parents if place.name in ("output", "checkpoints", "logs"))
         other = next((place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None)
-        is_run_folder = ("output_folder", str(root.with_name("output"))) in folders
-        if other and is_run_folder and not root.exists():
+        if other and not root.exists() and ("output_folder", str(root.with_name("output"))) in folders:
             raise ConfigError(
                 f"run_folder: {root.parent} is inside the run in {other.parent}, in its {other.name}. Choose another."
             )

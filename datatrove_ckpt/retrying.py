@@ -361,12 +361,7 @@ OPENING = replace(READING, patience=60.0)
 
 # Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
 STORAGE = RetryPolicy(
-    retried=_ALL - {401, 403, 404, 405, 501},
-    patience=300.0,
-    first=0.5,
-    longest=20.0,
-    jitter=0.5,
-    longest_advice=300.0,
+    retried=_ALL - {401, 403, 404, 405, 501}, patience=300.0, first=0.5, longest=20.0, jitter=0.5, longest_advice=300.0
 )
 
 # Output on the Hugging Face hub; and what is asked of it before and after generation, when nothing else goes on.

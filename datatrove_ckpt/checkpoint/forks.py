@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.errors import CheckpointMismatch
 
 FORKED = "forked"
 ANSWERING = ("canned_answers", "model_kwargs", "use_chat")
@@ -70,3 +72,21 @@ class Forked:
 def is_unstarted(run: Mapping[str, Any]) -> bool:
     """Whether a fork has made this ``run.json``, and no process has worked on the rank yet."""
     return FORKED in run and not run.get("owner", {}).get("fence", 0)
+
+
+def fork_lock(root: Path) -> Path:
+    """The lock of a fork that is being made, and the first thing of it that is on the disk; ``root`` is the last."""
+    return root.absolute().with_name(f"{root.name}.forking.lock")
+
+
+def refuse_half_forked(root: Path) -> None:
+    """Refuses a start that would pay for the answers which an interrupted fork was to keep.
+
+    Raises:
+        CheckpointMismatch: it says what to do.
+    """
+    if (lock := fork_lock(root)).exists() and not any(root.glob("*")):
+        raise CheckpointMismatch(
+            f"`datatrove-ckpt fork` was interrupted while it made {root}, or is still at work. Run the fork again. To "
+            f"start without what it keeps, remove {lock}."
+        )

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, Pos
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
 from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.forks import refuse_half_forked
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
@@ -326,6 +327,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
+        refuse_half_forked(self.root)
         folder, last_chunk = self.folder, last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()

@@ -322,11 +322,7 @@ def _request(row: Row) -> CachedRequest:
 # (``trusted_schema=OFF``), loads no extension, and a database with a trigger or a view is refused.
 
 _TABLE = "request_cache"
-_OBJECTS = {
-    ("table", _TABLE),
-    ("index", f"sqlite_autoindex_{_TABLE}_1"),
-    ("index", "request_cache_chunk"),
-}
+_OBJECTS = {("table", _TABLE), ("index", f"sqlite_autoindex_{_TABLE}_1"), ("index", "request_cache_chunk")}
 # In the order in which a table of 0.1 has them, to which ``checksum`` was added.
 _OLDEST = ["chunk_index", "doc_id", "rollout_idx", "payload_hash", "result", "error_message", "ordinal", "occurrence"]
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}

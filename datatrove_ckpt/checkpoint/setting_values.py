@@ -44,6 +44,4 @@ def _plain(name: str, value: Any, ordered: bool = False) -> Any:
         return {key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))}
     if isinstance(value, list):
         return [_plain(name, one, ordered) for one in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value

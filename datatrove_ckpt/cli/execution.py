@@ -41,7 +41,7 @@ from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
-_REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
+_REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
 
 
@@ -150,7 +150,7 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     given = [arguments.config, *arguments.overrides] if arguments.config else ()
     text = arguments.words(with_config(str(error), given))
     if "--repair" not in arguments.command.split():
-        text = _REPAIR.sub(lambda found: f"{arguments.command} --repair", text)
+        text = _REPAIR.sub(lambda found: f"{arguments.command.replace(found[1], '')} --repair{found[1]}", text)
     if (flag := _ACCEPT.search(str(error))) is not None:
         text += f" The whole command: {arguments.command} {arguments.words(flag[0])}"
     text += advice(error, plan, arguments.config, f"{arguments.command} {FLAG}")

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
+from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
@@ -307,6 +308,8 @@ def reshard(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"reshard: {place.folder} holds no checkpoint that tells its number of tasks.")
     overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
     executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
+    if slurm_submit.submits(executor) and not arguments.dry_run:
+        slurm_submit.refuse_queued(executor)
     found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)

@@ -70,13 +70,21 @@ def check(executor: SlurmPipelineExecutor) -> None:
     """Checks that jobs can be submitted.
 
     Raises:
-        ConfigError: there is no sbatch, or an earlier job of this run is still queued or its state is unknown.
+        ConfigError: there is no sbatch; or see ``refuse_queued``.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
             "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
         )
+    refuse_queued(executor)
+
+
+def refuse_queued(executor: SlurmPipelineExecutor) -> None:
+    """
+    Raises:
+        ConfigError: an earlier job of this run is still queued, or its state is unknown.
+    """
     jobs = json.loads(executor.logging_dir.cat_file(_JOBS)) if executor.logging_dir.isfile(_JOBS) else []
     queued = [job for job in map(str, jobs) if _is_queued(job, executor)]
     if queued:

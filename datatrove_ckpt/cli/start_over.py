@@ -35,7 +35,7 @@ def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, r
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
     plan = RunPlan(executor)
     check_steps(plan)
-    moved = moves.start_over(plan, config, as_one=is_short)
+    moved = moves.start_over(plan, config, is_short, [] if is_short else _files_of_others(plan))
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():
@@ -49,6 +49,17 @@ def advice(error: Exception, plan: RunPlan, config: str | None, how: str) -> str
             if moves.folders_to_move(plan, config):
                 return f"\nTo start over, with what is there moved aside: {how}"
     return ""
+
+
+def _files_of_others(plan: RunPlan) -> list[Path]:
+    """The files in output folders that none of the steps has written: another job may be at work there."""
+    logs, found = Path(plan.logging_dir.resolve_paths("")).absolute(), dict[str, set[Path]]()
+    for _, root in plan.kept:
+        with suppress(CkptError, OSError):  # damaged, or not begun
+            report = verify(root)
+            foreign = {Path(report.output, str(one.path)) for one in report.problems if one.kind == "foreign"}
+            found[report.output] = found.get(report.output, foreign) & foreign
+    return sorted(path for paths in found.values() for path in paths if not path.is_relative_to(logs))
 
 
 def _name_output(runner: RunnerPlan, moved: dict[Path, Path]) -> None:

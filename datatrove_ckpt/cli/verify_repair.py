@@ -153,7 +153,10 @@ def repair_before_run(run: RunPlan) -> bool:
         if (what := begun_in(root, step.checkpoints_remote_dir)) is None:
             continue
         with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
-            report = _report(place, planned=str(step.output_writer.output_folder.resolve_paths("")))
+            output = str(step.output_writer.output_folder.resolve_paths(""))
+            report = _report(place, planned=output)
+            if any(problem.path == output for problem in report.problems):  # it is gone, with all its files
+                report = _report(place, output)
             plan = make_plan(report, logging_dir)
             if not (plan.ranks or plan.markers):
                 continue

@@ -244,9 +244,8 @@ def _described(error: BaseException | None) -> str:
     """The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
     if error is None:
         return ""
-    if not isinstance(error, CkptError):
-        return type(error).__name__
-    return redact(f"{type(error).__name__}: {error}")
+    name = type(error).__name__
+    return redact(f"{name}: {error}") if isinstance(error, CkptError) else name
 
 
 # input progress -------------------------------------------------------------------------------------------------------

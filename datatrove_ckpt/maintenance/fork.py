@@ -10,8 +10,9 @@
 Nothing else: no commit, no journal, no dead letter, no file of the output. Permanent errors are not kept, because what
 a server refused may be what was changed. A commit deletes its answers, unless the user has set ``keep_answers``.
 
-The new folder is built beside its place and renamed, so a crash leaves nothing or all of it. The other run is only
-read: its request caches are copied under the locks of their ranks.
+The new folder is built beside its place and renamed, so a crash leaves nothing or all of it. While the fork's lock is
+there and the folder is not, no rank starts; the same command begins again. The other run is only read: its request
+caches are copied under the locks of their ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, is_unstarted
+from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, fork_lock, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
@@ -105,7 +106,7 @@ def built(
     target = target.absolute()
     files.disk.make_dirs(target.parent)
     with ExitStack() as stack:
-        guard = files.Lock(target.with_name(f"{target.name}.forking.lock"))
+        guard = files.Lock(fork_lock(target))
         stack.callback(guard.release, remove=True)
         folder = target.with_name(f"{target.name}.forking")
         files.disk.remove_tree(folder)  # of a fork that was killed

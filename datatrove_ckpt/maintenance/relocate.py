@@ -143,6 +143,4 @@ def _move(rank: RankLedger, where: str, listed: dict[str, HubFile]) -> None:
 
 
 def _with_hash(file: OutputFile, listed: HubFile | None) -> OutputFile:
-    if file.hub_hash or listed is None:
-        return file
-    return replace(file, hub_hash=listed.hash)
+    return file if file.hub_hash or listed is None else replace(file, hub_hash=listed.hash)

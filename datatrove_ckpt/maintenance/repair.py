@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural, ranges
-from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report
+from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, other_run
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.removal import remove_file, remove_output
 
@@ -263,10 +263,10 @@ def check_output_folder(report: Report) -> None:
     """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
 
     Raises:
-        ConfigError: ``run.json`` names another output folder, which exists.
+        ConfigError: ``run.json`` names another output folder, which exists, and is no other run's.
     """
     for recorded in sorted(recorded_folders(report)):
-        if stands_elsewhere(recorded, report.folder):
+        if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
             raise ConfigError(
                 f"--output {report.output}: the output of {report.checkpoints} is in {recorded}, as its run.json says, "
                 "and that folder still exists. Nothing was changed. Leave --output out to repair the files there. If "

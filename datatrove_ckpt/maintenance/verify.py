@@ -101,7 +101,7 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
     but not one that ``relocate`` has left.
 
     Raises:
-        ConfigError: none of them names it.
+        ConfigError: none of them names it, or it is gone, and what they name is another run's.
     """
     runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
@@ -109,10 +109,15 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
     left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
     if found:
         recorded = next((folder for folder in found if folder not in left), found[0])
-        then, now = Path(recorded), checkpoints.absolute().with_name("output")
-        was_run_folder = checkpoints.name == "checkpoints" and then.name == now.name and "://" not in recorded
-        is_another = then.with_name("checkpoints").is_dir() or not then.is_dir()
-        return str(now) if was_run_folder and is_another and now.is_dir() and str(now) not in left else recorded
+        now, other = checkpoints.absolute().with_name("output"), other_run(checkpoints, recorded)
+        is_moved = other or (_is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir())
+        if is_moved and now.is_dir() and str(now) not in left:
+            return str(now)
+        if other:
+            raise ConfigError(
+                f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or name it with --output."
+            )
+        return recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
     if runs and all(is_unstarted(run) for run in runs):
@@ -124,6 +129,17 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
+
+
+def other_run(checkpoints: Path, recorded: str) -> Path | None:
+    """The run folder whose output ``run.json`` names, if it is another run's: this one was copied or renamed."""
+    there = Path(recorded).with_name("checkpoints")
+    is_run = _is_in_run_folder(checkpoints, recorded) and any(there.glob(f"[0-9]*/{RUN}"))
+    return there.parent if is_run and not there.samefile(checkpoints) else None
+
+
+def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
+    return (checkpoints.name, Path(recorded).name) == ("checkpoints", "output") and "://" not in recorded
 
 
 # one rank ------------------------------------------------------------------------------------------------------------

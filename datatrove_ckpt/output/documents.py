@@ -322,9 +322,7 @@ def as_plain(value: object) -> object:
     for base in _PLAIN_TYPES:
         if isinstance(value, base):
             return base(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields(value)
-    return value
+    return _fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:

@@ -103,10 +103,10 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_folders(plan: RunPlan) -> None:
-    """Refuses local folders of the settings where there is a file.
+    """Refuses local folders of the settings where there is a file, and a new run folder inside another one.
 
     Raises:
-        ConfigError: names the setting and the file.
+        ConfigError: names the setting and the file, or the other run.
     """
     outputs = [("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners]
     places = [("logging_dir", plan.logging_dir), *outputs]
@@ -116,6 +116,13 @@ def _check_folders(plan: RunPlan) -> None:
         if not place.is_dir():
             raise ConfigError(
                 f"{setting}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose another folder."
+            )
+    for _, root in plan.kept:
+        inside = (place for place in root.parents if place.name in ("output", "checkpoints", "logs"))
+        other = next((place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None)
+        if other and not root.exists() and ("output_folder", str(root.with_name("output"))) in folders:
+            raise ConfigError(
+                f"run_folder: {root.parent} is inside the run in {other.parent}, in its {other.name}. Choose another."
             )
 
 

@@ -29,6 +29,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.foreign import RESHARD, refuse_missing_run_json
+from datatrove_ckpt.checkpoint.forks import refuse_half_forked
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger, retired_ranks
@@ -123,6 +124,7 @@ def _check_tasks(plan: RunPlan) -> None:
 
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
+    refuse_half_forked(root)
     refuse_half_resharded(root)
     skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks

@@ -15,6 +15,7 @@ else is renamed as a whole, in one step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -29,10 +30,12 @@ from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, ConfigError
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 
-_INSTEAD = "Choose another run_folder instead (or checkpoints_local_dir, output_folder and logging_dir)."
+_INSTEAD = (
+    "Choose another run_folder instead; or checkpoints_local_dir, output_folder and logging_dir of this job alone."
+)
 
 
-def start_over(plan: RunPlan, config: str | None, as_one: bool) -> dict[Path, Path]:
+def start_over(plan: RunPlan, config: str | None, as_one: bool, others: Sequence[Path] = ()) -> dict[Path, Path]:
     """Renames the folders. Returns the old and the new names; nothing if the run has not begun.
 
     Raises:
@@ -40,7 +43,7 @@ def start_over(plan: RunPlan, config: str | None, as_one: bool) -> dict[Path, Pa
         CheckpointLocked: a process works on a task.
         StorageFailed: a folder could not be renamed; the same command goes on.
     """
-    folders = folders_to_move(plan, config, as_one)
+    folders = folders_to_move(plan, config, as_one, others)
     for root in _begun(plan):
         for retry, number, folder in find_ranks(root):
             if (holder := files.lock_holder(folder / LOCK)) is not None:
@@ -55,12 +58,15 @@ def start_over(plan: RunPlan, config: str | None, as_one: bool) -> dict[Path, Pa
     return {folder: _aside(folder, number) for folder in folders}
 
 
-def folders_to_move(plan: RunPlan, config: str | None = None, as_one: bool = False) -> list[Path]:
+def folders_to_move(
+    plan: RunPlan, config: str | None = None, as_one: bool = False, others: Sequence[Path] = ()
+) -> list[Path]:
     """The folders that a run has made, in the order in which they are to be renamed.
 
     Args:
         config: the YAML file, which stays where it is.
         as_one: rename the one folder that holds them, if it holds nothing else.
+        others: files of other jobs.
 
     Raises:
         ConfigError: something is not on this machine, or not known to be the run's.
@@ -83,12 +89,14 @@ def folders_to_move(plan: RunPlan, config: str | None = None, as_one: bool = Fal
     for runner in plan.runners:
         _check_output(runner, made)
     inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
-    staying = [Path(config or "").absolute(), Path.cwd(), *map(_path, filter(DataFolder.is_local, inputs))]
+    staying = [Path(config or "").absolute(), Path.cwd(), *map(_path, filter(DataFolder.is_local, inputs)), *others]
     parent = begun[0].parent
     if as_one and {*parent.iterdir()} <= places.keys() and not _among(staying, parent):
         made = [parent]
     tops = [folder for folder in made if not any(other in folder.parents for other in made)]
     for folder in tops:
+        if folder.is_symlink():
+            raise ConfigError(f"--start-over: {folder} is a link to {(real := folder.resolve())}: give {real}.")
         if strangers := _among(staying, folder):
             raise _refusal(f"{folder} holds {strangers[0]}, which is not the run's.")
     return sorted(tops, key=lambda folder: bool(_among(begun, folder)))

@@ -13,18 +13,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
-EFFECTS = (
-    "make_dir",
-    "create",
-    "write",
-    "sync",
-    "rename",
-    "truncate",
-    "remove",
-    "remove_dir",
-    "remove_tree",
-    "commit",
-)
+EFFECTS = ("make_dir", "create", "write", "sync", "rename", "truncate", "remove", "remove_dir", "remove_tree", "commit")
 """The names of the effects on disk: methods of ``files.Disk``."""
 REMOTE_EFFECTS = ("put", "copy", "delete")
 """The names of the effects on a remote: methods of ``object_store.Effects``."""

@@ -266,18 +266,28 @@ def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, fork: Fork) -> N
 
 
 @pytest.mark.slow
-def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_nothing(tmp_path: Path, fork: Fork) -> None:
+def test_killed_at_every_effect_there_is_all_of_the_new_folder_or_no_start(
+    tmp_path: Path, server: FakeServer, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = restored(NEWEST, tmp_path / "old"), tmp_path / "new" / "checkpoints"
-    before, number = kept(old), 0
+    before, number, release = kept(old), 0, files.Lock.release
     while True:
         disk = CrashingDisk(number, tmp_path)
-        with disk_in_place(disk):
+        with disk_in_place(disk), monkeypatch.context() as killed:
+            killed.setattr(files.Lock, "release", lambda lock, remove=False: release(lock))  # and the file stays
             fork(old, tmp_path / "new", code=None)
         assert kept(old) == before
         if disk.crashed_at is None:
             break
         assert list(disk.survivors()) == ["killed"]
         if not new.exists():
+            if number > 1:  # before that, there is only the folder around it
+                shutil.copytree(old / "input", new.parent / "input")
+                with pytest.raises(CheckpointMismatch, match="Run the fork again"):
+                    run(new.parent, server.url, 1)
+                assert not server.asked
+                assert not new.exists(), disk.crashed_at
+                shutil.rmtree(new.parent / "input")
             fork(old, tmp_path / "new")
             assert [path.name for path in new.parent.iterdir()] == ["checkpoints"], disk.crashed_at
         assert sorted(path.name for path in new.iterdir()) == ["00000", "00001"]
@@ -360,7 +370,14 @@ def test_one_file_is_forked_with_what_is_changed_on_the_command_line(
     assert cost in said
     assert said.endswith("Nothing was done (--dry-run).\n")
     assert not Path("new").exists() or not list(Path("new").iterdir())
+    lock = Path("new/checkpoints.forking.lock").absolute()
+    lock.parent.mkdir(exist_ok=True)
+    lock.touch()  # a fork was killed
+    refused = command("run", "job.yaml", *NEW, code=1).error
+    assert "or is still at work. Run the fork again. " in refused
+    assert refused.endswith(f" remove {lock}.")
     said = command("fork", "job.yaml", "job.yaml", *NEW).out
+    assert not lock.exists()
     assert f"Start the new run: {shlex.join(['datatrove-ckpt', 'run', 'job.yaml', *NEW])}\n" in said
     command("run", "job.yaml", *NEW)
     assert server.asked == {"Whisper a": 1, "Whisper b": 1, "Whisper c": 1}

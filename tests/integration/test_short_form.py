@@ -295,6 +295,21 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytes
     assert "3 of 3 documents" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("inner", ["output", "checkpoints", "logs", "output/more"])
+def test_a_run_folder_inside_another_run_is_refused_at_the_start(
+    inner: str, folder: Path, server: FakeServer, command: Command
+) -> None:
+    job = ["run", "--input", "documents", "--prompt", "Say {text}", "--endpoint", server.url, "--model", "m"]
+    command(*job, "--run-folder", "runs/x")
+    before = outputs(folder)
+    said = command(*job, "--run-folder", f"runs/x/{inner}", code=2).error
+    name = inner.partition("/")[0]
+    assert said.endswith(f"/runs/x/{inner} is inside the run in {folder}/runs/x, in its {name}. Choose another.")
+    assert outputs(folder) == before
+    command(*job, "--run-folder", "runs/x")
+    command(*job, "--run-folder", f"runs/output/{inner}")
+
+
 def test_print_config_is_the_long_form_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "stop": "no"}))
     assert main(["run", "job.yaml", "--print-config"]) == 0

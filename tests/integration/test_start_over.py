@@ -133,18 +133,43 @@ def test_output_that_was_relocated_is_verified_where_it_is_now(server: FakeServe
     assert "large/output" in command("verify", "x", code=1).out, "what is left beside the checkpoints is an old copy"
 
 
-def test_a_copied_run_folder_is_repaired_with_its_own_output_or_not_at_all(
-    server: FakeServer, command: Command
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_a_run_folder_that_was_copied_or_renamed_is_repaired_with_its_own_output(
+    server: FakeServer, command: Command, how: Callable[[str, str], object]
 ) -> None:
-    job = ["run", "--input", "input", "--prompt", "a {text}", "--endpoint", server.url, "--model", "m"]
-    command(*job, "--run-folder", "x")
-    shutil.copytree("x", "copied")
-    (damaged,) = Path("copied/output").iterdir()
-    damaged.unlink()
-    kept = outputs(Path("x/output"))
-    assert "copied/output" in command("verify", "copied", code=1).out
-    assert "still exists" in command("repair", "copied", code=2).err
-    assert outputs(Path("x/output")) == kept
+    job = ["run", "--input", "input", "--endpoint", server.url, "--model", "m", "--records-per-chunk", "2"]
+    command(*job, "--prompt", "a {text}", "--run-folder", "x")
+    how("x", "old")
+    command(*job, "--prompt", "newer {text}", "--run-folder", "x", code=None)
+    old, kept = answers(Path("old")), outputs(Path("x"))
+    next(Path("old/output").iterdir()).unlink()
+    assert f"of {Path('old/output').absolute()} " in command("verify", "old", code=1).out
+    assert "then relocate, then run" in command("relocate", "old", code=1)
+    command("repair", "old")
+    command("relocate", "old")
+    command(*job, "--prompt", "a {text}", "--run-folder", "old")
+    assert sorted(answers(Path("old"))) == sorted(old)
+    assert outputs(Path("x")) == kept
+
+
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_output_of_the_run_that_took_the_place_of_a_renamed_one_is_not_read_and_not_removed(
+    server: FakeServer, command: Command, how: Callable[[str, str], object]
+) -> None:
+    job = ["run", "--input", "input", "--endpoint", server.url, "--model", "m"]
+    command(*job, "--prompt", "a {text}", "--run-folder", "x")
+    how("x", "old")
+    shutil.move("old/output", "results")
+    command(*job, "--prompt", "newer {text}", "--run-folder", "x", code=None)
+    kept, here = outputs(Path("x")), Path.cwd()
+    said = f"the output of old is gone: {here}/x/output belongs to {here}/x. Bring it back, or name it with --output."
+    for word in ("repair", "verify", "show"):
+        assert command(word, "old", code=2).error == f"error: {said}"
+    assert outputs(Path("x")) == kept
+    command("verify", "old", "--output", "results")
+    next(Path("results").iterdir()).unlink()
+    command("repair", "old", "--output", "results")
+    assert outputs(Path("x")) == kept
 
 
 def test_the_command_to_resume_does_not_start_over_again(
@@ -158,6 +183,32 @@ def test_the_command_to_resume_does_not_start_over_again(
     monkeypatch.setattr(LocalPipelineExecutor, "run_ranks", interrupted)
     said = command("run", "job.yaml", "--start-over", code=130).err
     assert said.endswith("To resume: datatrove-ckpt run job.yaml\n")
+
+
+def test_a_run_folder_that_is_a_link_stays(server: FakeServer, command: Command) -> None:
+    short_job(server)
+    command("run", "job.yaml")
+    Path("runs/cur").symlink_to("x")
+    before, here = outputs(Path()), Path.cwd()
+    said = command("run", "job.yaml", "--run-folder=runs/cur", "--start-over", code=2).error
+    assert f" {here}/runs/cur is a link to {here}/runs/x: give {here}/runs/x." in said
+    assert outputs(Path()) == before
+
+
+def test_output_that_two_jobs_share_stays(here: Path, server: FakeServer, command: Command) -> None:
+    second = ["--pipeline.1.checkpoints_local_dir=second", "--executor.logging_dir=logs2"]
+    second += ["--pipeline.1.output_writer.output_filename=second_${rank}_${chunk_index}.jsonl"]
+    long_job(server)
+    command("run", "job.yaml")
+    command("run", "job.yaml", *second)
+    before = outputs(here)
+    for options, other in (([], "second_00000_00000.jsonl"), (second, "00000_00000.jsonl")):
+        said = command("run", "job.yaml", *options, "--start-over", code=2).error
+        assert f"{here}/output holds {here}/output/{other}, which is not the run's. " in said
+        assert said.endswith("or checkpoints_local_dir, output_folder and logging_dir of this job alone.")
+    assert outputs(here) == before
+    command("run", "job.yaml", *second, "--pipeline.1.output_writer.output_folder=own", "--start-over")
+    command("run", "job.yaml")
 
 
 def _nothing() -> None:

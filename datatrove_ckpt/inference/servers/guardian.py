@@ -125,7 +125,10 @@ class Guardian:
 
     def run(self) -> int:
         """Start, wait, clean up; the exit code."""
-        self._catch_signals()
+        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
+        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
+        for number in _CAUGHT:
+            signal.signal(number, lambda *_: None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._launch()
         while self.server_status is None and not self._wait_for_stop(_PARENT_CHECK):
@@ -134,12 +137,6 @@ class Guardian:
             self._terminate()
         self._kill_descendants()
         return _exit_code(self.server_status)
-
-    def _catch_signals(self) -> None:
-        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
-        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
-        for number in _CAUGHT:
-            signal.signal(number, lambda *_: None)
 
     def _launch(self) -> None:
         guardian = os.getpid()
@@ -179,11 +176,9 @@ class Guardian:
         return os.getppid() != self._runner
 
     def _drain_wakeups(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup_read, 512):
                 pass
-        except BlockingIOError:
-            pass
 
     def _terminate(self) -> None:
         """Send SIGTERM, and wait until the server ends or its time is over."""

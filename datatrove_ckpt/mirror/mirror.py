@@ -168,7 +168,11 @@ class Uploads:
         if manifest == self._published:
             return False
         if self._published is None:
-            self._load_leftovers(versions)
+            # What earlier owners left. Those that still run stop when they see our ownership.
+            for version in versions:
+                with suppress(Damaged):
+                    self._kept[version] = self._versions.read_manifest(version).object_names()
+            self._garbage |= self._versions.list_objects()
         new = self._next_version(versions)
         self._versions.write_manifest(new, manifest, _now())
         self._published = manifest
@@ -213,13 +217,6 @@ class Uploads:
             )
         return ownerships, versions
 
-    def _load_leftovers(self, versions: list[Version]) -> None:
-        """Reads what earlier owners left. Those that still run stop when they see our ownership."""
-        for version in versions:
-            with suppress(Damaged):
-                self._kept[version] = self._versions.read_manifest(version).object_names()
-        self._garbage |= self._versions.list_objects()
-
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
         """Removes old versions first, then the objects that no kept version needs.
 
@@ -227,14 +224,14 @@ class Uploads:
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):
-            self._versions.remove(version)
+            self._versions.remove(version.file)
         for ownership in ownerships[:-1]:
-            self._versions.remove(ownership)
+            self._versions.remove(ownership.file)
         self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
         for found in sorted(self._garbage):
             if found[1] not in needed:
-                self._versions.remove_object(*found)
+                self._versions.remove("/".join(found))
                 self._garbage.discard(found)
 
 

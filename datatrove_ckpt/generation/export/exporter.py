@@ -75,7 +75,7 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
         settings = shown("", {"config": runner.config, "monitoring": config})
         job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
-        stack.callback(lambda: job.leave(lambda: exports.seconds))
+        stack.callback(lambda: job.leave(exports.seconds))
     if not config.wants_metrics:
         return
     from datatrove_ckpt.generation.export import prometheus
@@ -118,7 +118,6 @@ class Exports:
             return self._end or "stopping"
         return "running" if self.history.client is not None else "starting"
 
-    @property
     def seconds(self) -> float:
         """How long the end of the rank may wait for others. A signal shortens it."""
         if self.shutdown.is_fast:

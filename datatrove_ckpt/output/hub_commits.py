@@ -397,7 +397,15 @@ class HubCommits(Placement):
             return  # the commit may have happened, although no answer said so: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
-        self._done(batch, seen)
+        with self._change:
+            del self._queue[: len(batch)]
+            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
+        for file, chunk in batch:
+            self.confirmed[plain(file.name)] = seen
+            chunk.left -= 1
+            if not chunk.left:
+                chunk.forget()
+                chunk.waiting.done()
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         most = self._pace.most(ends)
@@ -410,17 +418,6 @@ class HubCommits(Placement):
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
-
-    def _done(self, batch: list[tuple[UploadedFile, _Chunk]], seen: int) -> None:
-        with self._change:
-            del self._queue[: len(batch)]
-            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
-        for file, chunk in batch:
-            self.confirmed[plain(file.name)] = seen
-            chunk.left -= 1
-            if not chunk.left:
-                chunk.forget()
-                chunk.waiting.done()
 
 
 def remove_files(hub: HubFolder, names: Sequence[str]) -> None:

@@ -101,7 +101,12 @@ def list_output(
             return FoundFiles({})  # a run makes it
     try:
         with file_system_call():
-            return FoundFiles(_list_remote(folder, head, writer.max_file_size > 0, committed))
+            folder.invalidate_cache()
+            remote = _find(folder, head, writer.max_file_size > 0)
+            # Files that an earlier template named, or those with a number other than the first.
+            if any(name not in remote and not name.startswith(head) for name in committed):
+                remote |= _find(folder, "", numbered=False)
+            return FoundFiles(remote)
     except PermissionError as error:
         logger.warning(
             f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
@@ -161,15 +166,6 @@ def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield name, (root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             continue
-
-
-def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Iterable[str]) -> dict[str, int | None]:
-    folder.invalidate_cache()
-    found = _find(folder, head, numbered)
-    # Files that an earlier template named, or those with a number other than the first.
-    if any(name not in found and not name.startswith(head) for name in committed):
-        found |= _find(folder, "", numbered=False)
-    return found
 
 
 def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:

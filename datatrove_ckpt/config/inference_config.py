@@ -375,10 +375,6 @@ class Nodes:
     def count(self) -> int:
         return len(self.hosts)
 
-    @property
-    def head_host(self) -> str:
-        return self.hosts[0]
-
 
 SINGLE_NODE = Nodes()
 

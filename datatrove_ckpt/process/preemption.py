@@ -244,6 +244,7 @@ _OF_TERMINALS = ("SIGHUP", "SIGINT")
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
+_REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
@@ -387,15 +388,9 @@ class Preemption:
 
     def _stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
-            self._received += self._requeueing_signal()
+            # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
+            # parent decides what follows.
+            usual = {number: self._previous.get(number, signal.getsignal(number)) for number in _REQUEUING}
+            if not is_worker():
+                self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)
-
-    def _requeueing_signal(self) -> list[int]:
-        """The signal whose old handler requeues the job, as datatrove's Slurm executor has one."""
-        if is_worker():  # the parent decides what follows
-            return []
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            handler = self._previous.get(number, signal.getsignal(number))
-            if callable(handler):
-                return [number]
-        return []

@@ -85,11 +85,6 @@ def descendants(ancestor: int) -> list[Process]:
     return found
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
-        os.kill(pid, number)
-
-
 def _kill_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
@@ -136,7 +131,9 @@ class Guardian:
         if self.server_status is None:
             self._terminate()
         self._kill_descendants()
-        return _exit_code(self.server_status)
+        status = self.server_status
+        code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
+        return code if code >= 0 else 128 - code
 
     def _launch(self) -> None:
         guardian = os.getpid()
@@ -209,7 +206,8 @@ class Guardian:
                 self._reap()  # those that have ended since, and are nobody's else
                 return
             for process in running:
-                _kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+                    os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.005)
         print("guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True)
 
@@ -228,11 +226,6 @@ class Guardian:
 def _set_group(pid: int) -> None:
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the other process was first
         os.setpgid(pid, pid)
-
-
-def _exit_code(status: int | None) -> int:
-    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
-    return code if code >= 0 else 128 - code
 
 
 def main(arguments: list[str]) -> int:

@@ -136,7 +136,10 @@ class InferenceConfig:
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
-        _make_link_key()
+        # The key between the nodes of the tasks that this process submits. Not on a node of a task: each would make
+        # another one.
+        if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(LINK_KEY_VARIABLE):
+            os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
 
     def _check_choices(self) -> None:
         if self.server_type not in ENGINES:
@@ -277,15 +280,6 @@ _MINIMA = {
 }
 
 
-def _make_link_key() -> None:
-    """Makes the key between the nodes of the tasks that this process submits. Does nothing where there is one.
-
-    Nor on a node of a task: each node would make another one.
-    """
-    if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(LINK_KEY_VARIABLE):
-        os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
-
-
 def _check_flags(flags: dict[str, Any]) -> None:
     """Raises ConfigError if a flag of the server is a secret: every user of the node can read command lines."""
     for name in flags:
@@ -380,10 +374,6 @@ class Nodes:
     @property
     def count(self) -> int:
         return len(self.hosts)
-
-    @property
-    def head_host(self) -> str:
-        return self.hosts[0]
 
 
 SINGLE_NODE = Nodes()

@@ -127,10 +127,11 @@ class Uses:
                 owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
             inner = (*[one for one in scopes if not one.is_class], _Scope(False, *bound_names(node), owner))
             self._push(node.body if isinstance(node.body, list) else [node.body], inner)
-            hints = (
-                [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered(node) else []
-            )
-            self._push([*args.defaults, *args.kw_defaults, *getattr(node, "decorator_list", []), *hints], scopes)
+            decorators = getattr(node, "decorator_list", [])
+            # Its hints choose when it is called, as with functools.singledispatch.
+            is_registered = any(dotted(one)[-1:] == ["register"] for one in decorators)
+            hints = [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered else []
+            self._push([*args.defaults, *args.kw_defaults, *decorators, *hints], scopes)
         elif isinstance(node, ast.ClassDef):
             self._push(node.body, (*scopes, _Scope(True, *bound_names(node), (node.name, "", ""))))
             self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
@@ -274,11 +275,6 @@ def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[st
         else:
             full = alias.name if alias.asname else alias.name.partition(".")[0]
             yield alias.asname or full, Import(full, None, 0, late)
-
-
-def is_registered(node: ast.AST) -> bool:
-    """Its hints choose when it is called, as with functools.singledispatch."""
-    return any(dotted(one)[-1:] == ["register"] for one in getattr(node, "decorator_list", []))
 
 
 def dotted(node: ast.AST) -> list[str]:
@@ -446,10 +442,8 @@ def _counts(args: ast.arguments) -> list[int]:
     return [len(args.posonlyargs), len(args.posonlyargs + args.args), len(args.kwonlyargs)]
 
 
-@functools.lru_cache(maxsize=512)
-def source_of(text: str) -> Source:
-    """The parsed file with this text."""
-    return Source(text)
+source_of = functools.lru_cache(maxsize=512)(Source)
+"""The parsed file with this text."""
 
 
 # modules --------------------------------------------------------------------------------------------------------------
@@ -462,8 +456,7 @@ def _is_of_user(file: str | None, module: str | None) -> bool:
     """
     if file is None or file.startswith("<") or str(module).partition(".")[0] in PIPELINE:
         return False
-    is_standard = file.startswith(_STANDARD_LIBRARY) and not _PACKAGES.search(file)
-    return not is_standard and not _PACKAGES.search(file)
+    return not file.startswith(_STANDARD_LIBRARY) and not _PACKAGES.search(file)
 
 
 class Module:

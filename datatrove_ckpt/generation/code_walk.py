@@ -621,7 +621,7 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 def _describe(things: Mapping[str, object], before: Description | None) -> Description:
     project, changed = Project(), arguments_changed(things.get("rollout_fn"))
-    state, documented = (before.state, before.documented) if before is not None else (_NOTHING, False)
+    state, documented = (before.state, before.documented) if before else (frozenset[tuple[str, ...]](), False)
     while True:
         walk = Walk(project, state, documented, before)
         if before is None:
@@ -685,6 +685,3 @@ def _order_of_set(module: Module, statements: list[Binding], value: object) -> s
 
 def _where(module: Module, name: str) -> str:
     return name if module.name in (*MAIN, "builtins", "None") else f"{module.name}.{name}"
-
-
-_NOTHING: frozenset[tuple[str, ...]] = frozenset()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from loguru import logger
@@ -113,11 +114,8 @@ def _snapshot(folder: Path) -> Snapshot:
     sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
     answers, unfinished, last = [], frozenset[int](), 0
     if (folder / layout.CACHE).exists():
-        cache = RequestCache(folder / layout.CACHE)
-        try:
+        with closing(RequestCache(folder / layout.CACHE)) as cache:
             unfinished = frozenset(cache.ordinals())
             answers, last = cache.answers_since(0, unfinished), cache.last_answer
-        finally:
-            cache.close()
     run = (folder / layout.RUN).read_bytes()
     return Snapshot(run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last)

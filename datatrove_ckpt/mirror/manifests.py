@@ -390,8 +390,9 @@ class Versions:
         """Completes the version. Its objects must have been written before."""
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
-    def remove(self, name: Version | Ownership) -> None:
-        self._store.remove(name.file)
+    def remove(self, name: str) -> None:
+        """Removes a version, an ownership or an object, by its name below the rank's folder."""
+        self._store.remove(name)
 
     def put_object(self, name: str, data: bytes) -> Part:
         """Writes a new object and its second copy."""
@@ -418,9 +419,6 @@ class Versions:
         """Folder and name of every object, of both copies. Names that are not ours are left out."""
         names = ((folder, name) for folder in ("objects", "copies") for name in self._store.names(folder))
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
-
-    def remove_object(self, folder: str, name: str) -> None:
-        self._store.remove(f"{folder}/{name}")
 
 
 def _is_part(data: bytes, part: Part) -> bool:

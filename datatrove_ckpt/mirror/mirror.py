@@ -20,8 +20,9 @@ import io
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -168,7 +169,11 @@ class Uploads:
         if manifest == self._published:
             return False
         if self._published is None:
-            self._load_leftovers(versions)
+            # What earlier owners left. Those that still run stop when they see our ownership.
+            for version in versions:
+                with suppress(Damaged):
+                    self._kept[version] = self._versions.read_manifest(version).object_names()
+            self._garbage |= self._versions.list_objects()
         new = self._next_version(versions)
         self._versions.write_manifest(new, manifest, _now())
         self._published = manifest
@@ -213,13 +218,6 @@ class Uploads:
             )
         return ownerships, versions
 
-    def _load_leftovers(self, versions: list[Version]) -> None:
-        """Reads what earlier owners left. Those that still run stop when they see our ownership."""
-        for version in versions:
-            with suppress(Damaged):
-                self._kept[version] = self._versions.read_manifest(version).object_names()
-        self._garbage |= self._versions.list_objects()
-
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
         """Removes old versions first, then the objects that no kept version needs.
 
@@ -227,14 +225,14 @@ class Uploads:
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):
-            self._versions.remove(version)
+            self._versions.remove(version.file)
         for ownership in ownerships[:-1]:
-            self._versions.remove(ownership)
+            self._versions.remove(ownership.file)
         self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
         for found in sorted(self._garbage):
             if found[1] not in needed:
-                self._versions.remove_object(*found)
+                self._versions.remove("/".join(found))
                 self._garbage.discard(found)
 
 
@@ -254,6 +252,7 @@ _READ_AT_ONCE_BYTES = 2**20
 _MIN_WAIT_SECONDS = 0.01
 
 
+@dataclass(eq=False, repr=False)
 class RemoteMirror:
     """A ``Mirror`` of one rank.
 
@@ -262,24 +261,19 @@ class RemoteMirror:
         folder: the rank's local folder.
         seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
             chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
-        shutdown: of the rank; None: of nobody.
+        shutdown: of the rank; by default of nobody.
         shared: what the ranks' common folder lacks, by name. It goes up first.
     """
 
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        seconds: Seconds,
-        shutdown: Shutdown | None = None,
-        shared: Mapping[str, bytes] | None = None,
-    ) -> None:
-        self._url = url
-        self._folder = folder
-        self._shared = dict(shared or {})
-        self._interval = Interval(seconds, MIRROR_TUNING)
+    url: str
+    folder: Path
+    seconds: Seconds
+    shutdown: Shutdown = field(default_factory=Shutdown)
+    shared: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._interval = Interval(self.seconds, MIRROR_TUNING)
         self._stopping = False
-        self._shutdown = shutdown or Shutdown()
         # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -292,12 +286,12 @@ class RemoteMirror:
     def start(self, source: Source) -> None:
         """Starts the thread, which takes its snapshots from ``source``."""
         self._source = source
-        self._shutdown.call(self._hurry)
+        self.shutdown.call(self._hurry)
         self._thread.start()
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
-        if self._shutdown.is_requested and not self._shutdown.aborted:
+        if self.shutdown.is_requested and not self.shutdown.aborted:
             self._wake.put(None)
 
     def stop(self, completed: bool) -> None:
@@ -305,10 +299,10 @@ class RemoteMirror:
         self._completed = completed
         self._stopping = True
         self._wake.put(None)
-        if not self._shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self._shutdown.is_fast:
-            limit = DRAIN_SECONDS if self._shutdown.is_requested else STOP_SECONDS
+        if not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self.shutdown.is_fast:
+            limit = DRAIN_SECONDS if self.shutdown.is_requested else STOP_SECONDS
             logger.warning(
-                f"The last upload to the mirror {self._url} did not end within {limit:g} s. The mirror keeps the "
+                f"The last upload to the mirror {self.url} did not end within {limit:g} s. The mirror keeps the "
                 "version before it; the local checkpoint is complete."
             )
         self._given_up = True
@@ -340,18 +334,18 @@ class RemoteMirror:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self._url}: {failure_line(error)}. What is newer than the "
+                    f"Could not mirror the checkpoint to {self.url}: {failure_line(error)}. What is newer than the "
                     f"last version is saved on this node only{after}"
                 )
             return int(retrying.MIRROR.wait(self._failures))
         if self._failures:
-            logger.info(f"The checkpoint is mirrored to {self._url} again.")
+            logger.info(f"The checkpoint is mirrored to {self.url} again.")
         self._failures = 0
         return 1
 
     def _upload(self) -> None:
         if self._uploads is None:
-            self._uploads = Uploads(Versions(self._url))
+            self._uploads = Uploads(Versions(self.url))
         uploads, last, start = self._uploads, self._stopping, time.monotonic()
         with ExitStack() as stack:
             self._raise_if_interrupted(last)
@@ -359,7 +353,7 @@ class RemoteMirror:
             # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             self._put_shared()
-            uploads.start_version(parse_run(self._folder / RUN, snapshot.run), snapshot)
+            uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
                     self._raise_if_interrupted(last)
@@ -371,12 +365,12 @@ class RemoteMirror:
             self._interval.took(time.monotonic() - start)
 
     def _put_shared(self) -> None:
-        while self._shared:
-            name, data = next(iter(self._shared.items()))
-            url = self._url.rpartition("/")[0]
+        while self.shared:
+            name, data = next(iter(self.shared.items()))
+            url = self.url.rpartition("/")[0]
             with needs_bucket(url):
                 ObjectStore(url).put(name, data)
-            del self._shared[name]
+            del self.shared[name]
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """When the rank stops, an upload under way gives way to the ``last`` one."""
@@ -408,7 +402,7 @@ class RemoteMirror:
     def _open_at(
         self, name: str, start: int, size: int, is_current: Callable[[str], bool], stack: ExitStack
     ) -> IO[bytes]:
-        file = stack.enter_context((self._folder / name).open("rb"))
+        file = stack.enter_context((self.folder / name).open("rb"))
         if not is_current(name):
             raise FileNotFoundError(f"{name} was replaced")
         file.seek(start)

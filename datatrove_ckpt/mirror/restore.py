@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from loguru import logger
@@ -89,7 +89,8 @@ def restore(url: str, folder: Path) -> None:
         CheckpointLocked: a process works on the folder.
         ConfigError: the bucket does not exist.
     """
-    owner = _read_owner(folder)
+    # A folder without run.json holds no checkpoint.
+    owner: OwnerJson | None = read_run(folder / RUN).get("owner", {"nonce": ""}) if (folder / RUN).exists() else None
     mirrored = Versions(url)
     try:
         versions = mirrored.all_versions()
@@ -127,12 +128,6 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
 
 
-def _read_owner(folder: Path) -> OwnerJson | None:
-    """The owner in the folder's ``run.json``; None if there is no checkpoint."""
-    path = folder / RUN
-    return read_run(path).get("owner", {"nonce": ""}) if path.exists() else None
-
-
 def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson | None) -> None:
     if owner is not None:
         _refuse_unrelated(mirrored, versions, folder, owner)
@@ -145,7 +140,10 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
             return
         version, manifest = built
         aside = _set_aside(folder, stack)
-        _forget_last_chunk(folder)
+        last_chunk = last_chunk_of(folder)  # a file for people, which may name chunks that the restored folder lacks
+        if last_chunk.exists():
+            files.disk.remove(last_chunk)
+            files.disk.sync_dir(last_chunk.parent)
         files.disk.rename(staging, folder)
         files.disk.sync_dir(folder.parent)
     logger.info(f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at {manifest.when}.")
@@ -193,7 +191,7 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
         # Only the first version is written before any object, and it is empty. A kill has torn its manifest.
         logger.warning(f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from nothing.")
         for version in versions:
-            mirrored.remove(version)
+            mirrored.remove(version.file)
         return None
     raise _no_complete_version(mirrored.url, "\n  ".join(problems))
 
@@ -217,8 +215,13 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
         commits = len(read_commits(staging / COMMITS))
     except CheckpointCorrupt as error:
         raise Damaged(str(error)) from error
-    run = {**manifest.run, "owner": _new_owner(manifest.run["owner"], versions, commits)}
-    _write(staging / RUN, [sealed_json(run)])
+    owner = manifest.run["owner"]
+    earlier = dict(owner["earlier"])  # with those that made any version on the mirror: see the module's docstring
+    for version in versions:
+        if earlier.get(version.nonce, 0) is not None:
+            earlier[version.nonce] = version.number
+    owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
+    _write(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
 
 
@@ -234,30 +237,10 @@ def _write(path: Path, blocks: Iterable[bytes]) -> None:
 
 def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
     """Makes the request cache, even if it is empty: an unfinished rank always has one."""
-    cache = RequestCache(path)
-    try:
+    with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
         for part in answers:
             cache.put(decode_answers(mirrored.read_object(part)))
-    finally:
-        cache.close()  # moves SQLite's log into the database
     files.disk.sync(path)
-
-
-def _new_owner(owner: OwnerJson, versions: list[Version], commits: int) -> OwnerJson:
-    """An owner whose ``earlier`` owners made every version on the mirror. See the module's docstring."""
-    earlier = dict(owner["earlier"])
-    for version in versions:
-        if earlier.get(version.nonce, 0) is not None:
-            earlier[version.nonce] = version.number
-    return {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
-
-
-def _forget_last_chunk(folder: Path) -> None:
-    """Removes the file for people of an earlier folder. It may name chunks that the restored one lacks."""
-    path = last_chunk_of(folder)
-    if path.exists():
-        files.disk.remove(path)
-        files.disk.sync_dir(path.parent)
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:

@@ -225,15 +225,15 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
     )
 
 
-def misfits(first: Schema, later: Schema) -> list[Misfit]:
-    """Why a file does not load after another one, or not as what it is."""
-    names = set(first.names)
+def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
+    """Why a file does not load after another one, or not as what it is. ``inside``: a struct's column, a dot."""
+    known = {field.name: field for field in first}
     found: list[Misfit] = []
     for field in later:
-        if field.name in names:
-            found += _misfits(first.field(field.name), field, field.name)
+        if field.name in known:
+            found += _misfits(known[field.name], field, f"{inside}{field.name}")
         else:
-            found.append(Misfit(field.name, "missing", str(field.type)))
+            found.append(Misfit(f"{inside}{field.name}", "missing", str(field.type)))
     return found
 
 
@@ -252,12 +252,7 @@ def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
         if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
             yield Misfit(column, no_value, str(new))
     elif pa.types.is_struct(old) and pa.types.is_struct(new):
-        keys = {field.name: field for field in old}
-        for field in new:
-            if field.name in keys:
-                yield from _misfits(keys[field.name], field, f"{column}.{field.name}")
-            else:
-                yield Misfit(f"{column}.{field.name}", "missing", str(field.type))
+        yield from misfits(old, new, f"{column}.")
     elif pa.types.is_list(old) and pa.types.is_list(new):
         yield from _misfits(old.value_field, new.value_field, f"{column}[]")
     elif not _takes(old, new, column):

@@ -55,7 +55,16 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
                 f"{other_place} writes the same files as {place}: {_path(writer.output_folder)}/{_sample(writer)}, for "
                 "example. Choose another output_folder or output_filename for one of them."
             )
-    _check_checkpoints(pipeline)
+    seen: dict[Path, int] = {}
+    for index, step in enumerate(pipeline):
+        if (folder := getattr(step, "checkpoints_local_dir", None)) is None:
+            continue
+        first = seen.setdefault(Path(folder).absolute(), index)
+        if first != index:
+            raise ConfigError(
+                f"pipeline[{index}] {type(step).__name__}: checkpoints_local_dir {folder!r} is that of "
+                f"pipeline[{first}], too. Each step needs a folder of its own."
+            )
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
@@ -75,19 +84,6 @@ def _refuse_own(step: object, index: str, writer: DiskWriter, place: str) -> Non
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. Choose another "
             f"output_folder, or a glob_pattern that leaves out {_sample(writer)}."
         )
-
-
-def _check_checkpoints(pipeline: Sequence[PipelineStep]) -> None:
-    seen: dict[Path, int] = {}
-    for index, step in enumerate(pipeline):
-        if (folder := getattr(step, "checkpoints_local_dir", None)) is None:
-            continue
-        first = seen.setdefault(Path(folder).absolute(), index)
-        if first != index:
-            raise ConfigError(
-                f"pipeline[{index}] {type(step).__name__}: checkpoints_local_dir {folder!r} is that of "
-                f"pipeline[{first}], too. Each step needs a folder of its own."
-            )
 
 
 def _writers(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:

@@ -198,7 +198,7 @@ class HubFolder:
                 self.repo, self.path or None, recursive=True, revision=self.revision, repo_type=self.kind
             )
         for entry in entries:
-            if _is_file(entry) and entry.path.startswith(start):
+            if hasattr(entry, "size") and entry.path.startswith(start):  # a file
                 yield entry.path.removeprefix(start), _hub_file(entry)
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
@@ -257,7 +257,7 @@ class HubFolder:
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
             for entry in self._looked_up(list(wanted), revision):
-                if _is_file(entry) and entry.path in wanted:
+                if hasattr(entry, "size") and entry.path in wanted:  # a file
                     found[wanted[entry.path]] = _hub_file(entry)
         return found
 
@@ -271,10 +271,6 @@ def _date(header: str | None) -> datetime:
     """The hub's own time: the clock of this machine may be wrong."""
     found = parsedate_to_datetime(header) if header else datetime.now(UTC)
     return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _is_file(entry: Any) -> bool:  # an entry of a listing
-    return hasattr(entry, "size")
 
 
 def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile

@@ -75,25 +75,15 @@ _CONTENTION = (409, 412)
 
 
 class UploadedFile:
-    """A file whose content is on the hub, or goes there inside its commit."""
+    """A file whose content is on the hub, or goes there inside its commit. ``operation``: after its upload."""
 
     def __init__(self, name: str, operation: CommitOperationAdd) -> None:
         self.name = name
         self._operation = operation
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether the content goes inside the commit."""
-        return getattr(self._operation, "_upload_mode", None) == "regular"
-
-    @property
-    def bytes_in_commit(self) -> int:
-        return self._operation.upload_info.size if self.is_regular else 0
-
-    @property
-    def is_ignored(self) -> bool:
+        self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
+        self.bytes_in_commit = operation.upload_info.size if self._is_regular else 0
+        self.is_ignored = bool(getattr(operation, "_should_ignore", False))
         """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
-        return bool(getattr(self._operation, "_should_ignore", False))
 
     def operation(self) -> CommitOperationAdd:
         """A new operation for each attempt: the client marks those that were committed, and refuses them then."""
@@ -103,12 +93,12 @@ class UploadedFile:
         """Whether this is the file that the hub has."""
         if found is None or found.size != self._operation.upload_info.size:
             return False
-        return (found.blob if self.is_regular else found.oid) == self.content_hash
+        return (found.blob if self._is_regular else found.oid) == self.content_hash
 
     @cached_property
     def content_hash(self) -> str:
         """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
-        if not self.is_regular:
+        if not self._is_regular:
             return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
             content = file.read()
@@ -407,7 +397,15 @@ class HubCommits(Placement):
             return  # the commit may have happened, although no answer said so: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
-        self._done(batch, seen)
+        with self._change:
+            del self._queue[: len(batch)]
+            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
+        for file, chunk in batch:
+            self.confirmed[plain(file.name)] = seen
+            chunk.left -= 1
+            if not chunk.left:
+                chunk.forget()
+                chunk.waiting.done()
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         most = self._pace.most(ends)
@@ -420,17 +418,6 @@ class HubCommits(Placement):
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
-
-    def _done(self, batch: list[tuple[UploadedFile, _Chunk]], seen: int) -> None:
-        with self._change:
-            del self._queue[: len(batch)]
-            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
-        for file, chunk in batch:
-            self.confirmed[plain(file.name)] = seen
-            chunk.left -= 1
-            if not chunk.left:
-                chunk.forget()
-                chunk.waiting.done()
 
 
 def remove_files(hub: HubFolder, names: Sequence[str]) -> None:

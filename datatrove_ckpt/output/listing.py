@@ -89,7 +89,11 @@ def list_output(
     if (hub := HubFolder.of(folder)) is not None:
         try:
             with file_system_call():
-                files = _list_hub(hub, posixpath.dirname(head) if others else None, committed)
+                # The part of the folder where files of the template may be, and committed files elsewhere.
+                base = posixpath.dirname(head)
+                listed = hub.below(base).files() if others else {}
+                files = {posixpath.join(base, name): file for name, file in listed.items()}
+                files |= hub.look_up([name for name in committed if name not in files])
             return FoundFiles({name: file.size for name, file in files.items()}, hub_files=files)
         except OSError as error:
             if committed or private_if_made(writer) is None or not is_missing_repository(error):
@@ -97,7 +101,12 @@ def list_output(
             return FoundFiles({})  # a run makes it
     try:
         with file_system_call():
-            return FoundFiles(_list_remote(folder, head, writer.max_file_size > 0, committed))
+            folder.invalidate_cache()
+            remote = _find(folder, head, writer.max_file_size > 0)
+            # Files that an earlier template named, or those with a number other than the first.
+            if any(name not in remote and not name.startswith(head) for name in committed):
+                remote |= _find(folder, "", numbered=False)
+            return FoundFiles(remote)
     except PermissionError as error:
         logger.warning(
             f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
@@ -157,22 +166,6 @@ def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield name, (root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             continue
-
-
-def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Iterable[str]) -> dict[str, int | None]:
-    folder.invalidate_cache()
-    found = _find(folder, head, numbered)
-    # Files that an earlier template named, or those with a number other than the first.
-    if any(name not in found and not name.startswith(head) for name in committed):
-        found |= _find(folder, "", numbered=False)
-    return found
-
-
-def _list_hub(hub: HubFolder, base: str | None, committed: Iterable[str]) -> dict[str, HubFile]:
-    """Lists the part of the folder where files of the template may be, and looks up committed files elsewhere."""
-    listed = {} if base is None else hub.below(base).files()
-    found = {posixpath.join(base or "", name): file for name, file in listed.items()}
-    return found | hub.look_up([name for name in committed if name not in found])
 
 
 def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:

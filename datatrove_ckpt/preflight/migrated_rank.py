@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -175,12 +176,10 @@ async def _documents(runner: RunnerPlan, rank: int, writes: bool) -> AsyncGenera
     revisions = Revisions(step.checkpoints_root) if writes else None
     documents, size = _read(runner, rank), step.records_per_chunk
     source = DocumentSource(documents, seek=step.seek, revisions=revisions, records_per_chunk=size)
-    try:
+    with closing(source):
         async for batch in source.batches(ResumePoint()):
             for document in batch:
                 yield document
-    finally:
-        source.close()
 
 
 def _read(runner: RunnerPlan, rank: int) -> Iterable[Document]:
@@ -425,11 +424,10 @@ async def judge(rank: Rank, theirs: Theirs, runner: RunnerPlan, folder: Path | N
     documents = _documents(runner, rank.rank, writes=folder is not None)
     async for source in documents:
         index, place = divmod(ordinal, size)
+        if index >= chunks:
+            break
         if place == 0:
             end_chunk()
-            current = None
-            if index >= chunks:
-                break
             current = _Judge(Chunk(index, ordinal, theirs.outputs.get(index, [])), theirs, index <= last_chunk)
         if current is not None:
             current.see(ordinal, source)

@@ -121,8 +121,7 @@ def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, 
         Row(at, save / at, at / 2 + save, at + save, efficiency(at, save, mtbf), tuple(notes[at]))
         for at in sorted(notes)
     )
-    optimum = young(save, mtbf), daly(save, mtbf)
-    return Table(setting, cost, mtbf, *optimum, best, low, high, rows)
+    return Table(setting, cost, mtbf, young(save, mtbf), daly(save, mtbf), best, low, high, rows)
 
 
 def describe_table(table: Table) -> Iterator[str]:

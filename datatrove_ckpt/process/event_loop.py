@@ -27,7 +27,8 @@ from datatrove_ckpt.process.screen import leave_terminal
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
 _polls: set[int] = set()
-_left_behind: list[object] = []
+left_behind: list[object] = []
+"""Of ranks of this process: loops with tasks, or with threads, that ignored their end."""
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -165,18 +166,13 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
         runner.close()
         return
     # The loop cannot be closed, and nothing may be collected: a coroutine that ignores its end would complain.
-    _left_behind.append((runner, asyncio.all_tasks(loop)))
+    left_behind.append((runner, asyncio.all_tasks(loop)))
     asyncio.set_event_loop(None)
-
-
-def has_left_behind() -> bool:
-    """Whether a rank of this process has left something behind: tasks or threads that ignored their end."""
-    return bool(_left_behind)
 
 
 def exit_past_threads(code: int) -> None:
     """Ends the process if a rank has left something behind: Python would wait for its threads. Else does nothing."""
-    if _left_behind:
+    if left_behind:
         leave_terminal()
         os._exit(code)
 

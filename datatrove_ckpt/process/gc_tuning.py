@@ -53,11 +53,20 @@ def gc_tuned() -> Iterator[None]:
     runs several ranks enters around them all: what one leaves behind must not be frozen for the next. A collector that
     is switched off stays off, and higher thresholds stay.
     """
-    global _runs
+    global _runs, _before, _froze
     with _lock:
         _runs += 1
         if _runs == 1:
-            _tune()
+            _before = gc.get_threshold()
+            # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
+            _froze = gc.get_freeze_count() == 0
+            if _froze:
+                # Frozen garbage stays until the end of the run. A full collection would take 40 ms, and find hardly
+                # any: 5 objects of 70,000 after all imports.
+                gc.collect(1)
+                gc.freeze()
+            if _before[0]:  # 0 switches collections off
+                gc.set_threshold(*map(max, _before, _THRESHOLDS))
     try:
         yield
     finally:
@@ -67,17 +76,3 @@ def gc_tuned() -> Iterator[None]:
                 gc.set_threshold(*_before)
                 if _froze:
                     gc.unfreeze()
-
-
-def _tune() -> None:
-    global _before, _froze
-    _before = gc.get_threshold()
-    # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
-    _froze = gc.get_freeze_count() == 0
-    if _froze:
-        # Frozen garbage stays until the end of the run. A full collection would take 40 ms, and find hardly any: 5
-        # objects of 70,000 after all imports.
-        gc.collect(1)
-        gc.freeze()
-    if _before[0]:  # 0 switches collections off
-        gc.set_threshold(*map(max, _before, _THRESHOLDS))

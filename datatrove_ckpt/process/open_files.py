@@ -101,11 +101,9 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
 
 def limits() -> tuple[int, int]:
     """The soft and the hard limit, as numbers."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = 2**31 - 1
-    return (unlimited if soft == resource.RLIM_INFINITY else soft), (
-        unlimited if hard == resource.RLIM_INFINITY else hard
-    )
+    both = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (2**31 - 1 if limit == resource.RLIM_INFINITY else limit for limit in both)
+    return soft, hard
 
 
 def is_caused_by_limit(error: BaseException) -> bool:

@@ -55,7 +55,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -122,7 +122,7 @@ def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
 
 
 def _exit(number: int) -> NoReturn:
-    if event_loop.has_left_behind() or managers_gone():
+    if event_loop.left_behind or managers_gone():
         # Python would wait for what a rank has left behind. And datatrove's ``finally`` would fail if the same signal
         # has ended its manager.
         end_by(number)
@@ -212,14 +212,10 @@ class LoopWatch:
     def _watch(self) -> None:
         while not self._closed:
             time.sleep(_AGAIN)
-            if self._is_late() and not self._closed:
+            shutdown = self._shutdown
+            ends_at = max(shutdown.deadline, shutdown.closed_at) + (_GRACE_FAST if shutdown.is_fast else _GRACE)
+            if time.monotonic() >= ends_at and not shutdown.open_closings and not self._closed:
                 self._end()
-
-    def _is_late(self) -> bool:
-        if self._shutdown.is_closing:
-            return False
-        grace = _GRACE_FAST if self._shutdown.is_fast else _GRACE
-        return time.monotonic() >= max(self._shutdown.deadline, self._shutdown.closed_at) + grace
 
     def _end(self) -> None:
         code = [1]
@@ -248,6 +244,7 @@ _OF_TERMINALS = ("SIGHUP", "SIGINT")
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
+_REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
@@ -352,12 +349,9 @@ class Preemption:
             yield
             return
         watch = LoopWatch(self.shutdown, save, self._hand_on)
-        with self.shutdown.calling(watch.start):
-            try:
-                watch.start()
-                yield
-            finally:
-                watch.close()
+        with self.shutdown.calling(watch.start), closing(watch):
+            watch.start()
+            yield
 
     def _hand_on(self) -> int:
         """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
@@ -394,15 +388,9 @@ class Preemption:
 
     def _stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
-            self._received += self._requeueing_signal()
+            # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
+            # parent decides what follows.
+            usual = {number: self._previous.get(number, signal.getsignal(number)) for number in _REQUEUING}
+            if not is_worker():
+                self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)
-
-    def _requeueing_signal(self) -> list[int]:
-        """The signal whose old handler requeues the job, as datatrove's Slurm executor has one."""
-        if is_worker():  # the parent decides what follows
-            return []
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            handler = self._previous.get(number, signal.getsignal(number))
-            if callable(handler):
-                return [number]
-        return []

@@ -64,6 +64,7 @@ class Shutdown:
         aborted: what is in work is cut off.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
+        open_closings: how many ``closing`` blocks are open: servers end, or the checkpoint is closed.
         closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
     """
@@ -77,12 +78,12 @@ class Shutdown:
         self.aborted = False
         self.late = False
         self.given_up = 0
+        self.open_closings = 0
         self.closed_at = 0.0
         self.handles_interrupt = False
         self._requested_at = 0.0
         self._failure: BaseException | None = None
         self._unnoticed = False
-        self._closing = 0
         # By any key; threads and signal handlers add and remove at any moment, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
 
@@ -128,16 +129,6 @@ class Shutdown:
         return self._unnoticed and self.cause != ""
 
     @property
-    def is_closing(self) -> bool:
-        """Servers end, or the checkpoint is closed: see ``closing``."""
-        return self._closing > 0
-
-    @property
-    def kills_servers(self) -> bool:
-        """No time is left for servers to stop by themselves."""
-        return self.is_fast or self.late
-
-    @property
     def message(self) -> str:
         return f"Stopped by {self.cause}. Run the same command again to resume."
 
@@ -161,12 +152,12 @@ class Shutdown:
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Around work that a stop must wait for and that limits its time itself. Only on the event loop."""
-        self._closing += 1
+        self.open_closings += 1
         try:
             yield
         finally:
             self.closed_at = time.monotonic()
-            self._closing -= 1
+            self.open_closings -= 1
 
     # who waits for it ---------------------------------------------------------------------------------------------
 

@@ -119,11 +119,10 @@ class _Worker:
     def serve(self) -> None:
         """Runs tasks until the parent has no more, is gone, or a signal came."""
         try:
-            self._connection.send(READY)
-            while self._stop_signal is None and (number := self._connection.recv()) is not None:
-                self._connection.send(self._outcome(number))
-        except (EOFError, OSError):  # of the connection: the parent is gone
-            pass
+            with suppress(EOFError, OSError):  # of the connection: the parent is gone
+                self._connection.send(READY)
+                while self._stop_signal is None and (number := self._connection.recv()) is not None:
+                    self._connection.send(self._outcome(number))
         finally:
             self._work.close()
             with suppress(OSError):

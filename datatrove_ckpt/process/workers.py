@@ -67,10 +67,8 @@ class _Process:
         # Not a daemon: a step may start processes of its own.
         arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
-        try:
+        with theirs:  # closed here once the worker has it
             self.process.start()
-        finally:
-            theirs.close()
         self._handle: int | None = None  # it has ended, or there are no pidfds here
         if sys.platform == "linux":
             with suppress(OSError):  # it has ended, or the kernel or the container knows no pidfds

@@ -76,22 +76,16 @@ def naming_damage(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_damage(error):
+        # bz2 raises a plain OSError. An OSError of the operating system has an errno.
+        is_plain = type(error) is OSError and error.errno is None
+        library = type(error).__module__.partition(".")[0]
+        if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
         raise InputError(
             f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete copy, or correct its "
             "name if that is the one of another format or compression, and run the same command again: what was read "
             "of it before must be the same, and is kept."
         ) from error
-
-
-def _is_damage(error: Exception) -> bool:
-    # bz2 raises a plain OSError. An OSError of the operating system has an errno.
-    return (
-        isinstance(error, _DAMAGE)
-        or (type(error) is OSError and error.errno is None)
-        or type(error).__module__.partition(".")[0] in _LIBRARIES
-    )
 
 
 class _ZstdFile(io.RawIOBase):

@@ -51,9 +51,6 @@ class DatasetFiles:
     def isdir(self, path: str) -> bool:
         return True
 
-    def invalidate_cache(self) -> None:
-        pass
-
     def resolve_paths(self, path: str) -> str:
         return path or f"the dataset {self.path}"
 

@@ -13,7 +13,7 @@ When ``reshard`` has dealt an input out, its files are the parts of the rank's s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial, reduce
@@ -169,7 +169,13 @@ class Inputs:
         if self.digest(len(self.names)).is_of(before):
             return
         entries = [(name, self.known_size(index)) for index, name in enumerate(self.names)]
-        changes = "".join(_describe_all_changes(entries, before))
+        if changes := _find_change(entries, before):  # of all files, read or not
+            changes = changes.replace(", which was read before,", "").replace(", and comes before the position", "")
+        else:
+            changes = (
+                f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
+                f"{sum(size for _, size in entries)} bytes"
+            )
         advice = remedy("Take what is new out" if " new" in changes else "Restore it")
         raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
 
@@ -196,7 +202,7 @@ class Inputs:
             digest = self.digest(count)
             if digest.is_of(before):
                 return digest
-        changes = "".join(_describe_changes(self, before, current))
+        changes = _describe_changes(self, before, current)
         advice = remedy("Take it out" if " is new, " in changes else "Restore it")
         raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
 
@@ -273,27 +279,15 @@ def _number_to_name(number: int) -> str:
 # Explaining a change -------------------------------------------------------------------------------------------
 
 
-def _describe_changes(inputs: Inputs, before: State, current: str) -> Iterator[str]:
-    """The parts of one sentence."""
+def _describe_changes(inputs: Inputs, before: State, current: str) -> str:
     current_index = next((index for index, name in enumerate(inputs.names) if shorten(name) == current), None)
     if current_index is None:
-        yield f"the file {current!r}, which the position is in, is gone or has another name"
-        return
+        return f"the file {current!r}, which the position is in, is gone or has another name"
     entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
-    if change := _find_change(entries, before):
-        yield change
-        return
-    yield f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
-    yield f"files of {sum(size for _, size in entries)} bytes before it now are not the same"
-
-
-def _describe_all_changes(entries: _Entries, before: State) -> Iterator[str]:
-    """The parts of one sentence about files of which all matter, read or not."""
-    if change := _find_change(entries, before):
-        yield change.replace(", which was read before,", "").replace(", and comes before the position", "")
-        return
-    yield f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
-    yield f"{sum(size for _, size in entries)} bytes"
+    return _find_change(entries, before) or (
+        f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
+        f"files of {sum(size for _, size in entries)} bytes before it now are not the same"
+    )
 
 
 def _find_change(entries: _Entries, before: State) -> str:

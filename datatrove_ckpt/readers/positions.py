@@ -100,6 +100,7 @@ def position_state(document: Document) -> State | None:
     return position and position[2].state(position)
 
 
+@dataclass(eq=False, repr=False)
 class Reading:
     """One run of a pipeline, as its readers see it. Enter it in the thread that reads, around every ``next``.
 
@@ -109,16 +110,13 @@ class Reading:
         share: what the rank reads; None: what datatrove deals out to it.
     """
 
-    def __init__(
-        self, state: State | None = None, revisions: Revisions | None = None, share: Share | None = None
-    ) -> None:
-        self._state = state
-        self.revisions = revisions
-        self._share = share
-        self.starts: list[ReaderStart] = []
-        self._skipped_a_reader = False
-        self._resumed = False
-        self._earlier: list[str] = []
+    state: State | None = None
+    revisions: Revisions | None = None
+    share: Share | None = None
+    starts: list[ReaderStart] = field(default_factory=list)
+    _skipped_a_reader: bool = False
+    _resumed: bool = False
+    _earlier: list[str] = field(default_factory=list)
 
     @property
     def resumed(self) -> bool:
@@ -131,7 +129,7 @@ class Reading:
         """
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
-                f"The saved position belongs to reader {(self._state or {})['number']} of the pipeline (counted from "
+                f"The saved position belongs to reader {(self.state or {})['number']} of the pipeline (counted from "
                 f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, or start with "
                 "another checkpoints_local_dir."
             )
@@ -140,16 +138,16 @@ class Reading:
     def start_reader(self) -> ReaderStart:
         """How the reader that starts now starts."""
         number = len(self.starts)
-        resuming = -1 if self._state is None else int(self._state.get("number", 0))
+        resuming = -1 if self.state is None else int(self.state.get("number", 0))
         self._resumed |= number == resuming
         self._skipped_a_reader |= number < resuming
-        state = self._state if number == resuming else None
+        state = self.state if number == resuming else None
         start = ReaderStart(number, state, self._earlier)
         if number < resuming:
-            earlier = (self._state or {}).get("earlier", [])
+            earlier = (self.state or {}).get("earlier", [])
             start.finished_digest = str(earlier[number]) if number < len(earlier) else ""
         start.skipped = saved_skipped(state) if state is not None else self.skipped
-        start.share = self._share
+        start.share = self.share
         self.starts.append(start)
         return start
 
@@ -159,7 +157,7 @@ class Reading:
         Raises:
             CheckpointMismatch: it reads what datatrove deals out.
         """
-        if self._share is not None and len(self.starts) != 1:
+        if self.share is not None and len(self.starts) != 1:
             raise CheckpointMismatch(
                 "The input of this run was dealt out anew by `datatrove-ckpt reshard`, which only one reader of "
                 f"datatrove_ckpt.readers follows. This pipeline has {len(self.starts)} of them. Restore the pipeline."

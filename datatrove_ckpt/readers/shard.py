@@ -128,19 +128,16 @@ class ShardRecord:
         """
         try:
             content = read_shard(path)
-            is_known = "readers" in content and content.get("version") in (1, SHARD_VERSION)
-            return cls._from_json(content) if is_known else None
+            if "readers" not in content or content.get("version") not in (1, SHARD_VERSION):
+                return None
+            readers = [
+                ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
+                for reader in content["readers"]
+            ]
+            pipeline = [StepRecord(**step) for step in content["pipeline"]] if "pipeline" in content else None
+            return cls(readers, SkippedLines.from_json(content["skipped"]), pipeline)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 f"{path} cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
                 "input of this finished rank changes."
             ) from error
-
-    @classmethod
-    def _from_json(cls, content: dict[str, Any]) -> ShardRecord:
-        readers = [
-            ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
-            for reader in content["readers"]
-        ]
-        pipeline = [StepRecord(**step) for step in content["pipeline"]] if "pipeline" in content else None
-        return cls(readers, SkippedLines.from_json(content["skipped"]), pipeline)

@@ -84,7 +84,8 @@ class BestOfRollout(PromptRollout):
             scores: list[float | None] = [*self._votes(results)]
         else:
             asked = await generate_all(generate, [await self._judged(document, str(one.text)) for one in results])
-            scores = [_score(str(one.text)) for one in asked]
+            found = [_NUMBER.search(str(one.text)) for one in asked]
+            scores = [float(one[0]) if one else None for one in found]
         # max takes the first one of several
         best = max(range(len(results)), key=lambda index: (scores[index] is not None, scores[index] or 0.0))
         chosen = results[best]
@@ -118,8 +119,3 @@ class BestOfRollout(PromptRollout):
             return text.strip()
         found = list(re.finditer(self.vote_pattern, text))
         return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else ""
-
-
-def _score(text: str) -> float | None:
-    found = _NUMBER.search(text)
-    return float(found[0]) if found else None

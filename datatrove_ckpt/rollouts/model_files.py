@@ -35,10 +35,6 @@ def find_file(setting: str, model: str, name: str, revision: str | None) -> Path
         if not (path / name).is_file():
             raise ConfigError(f"{setting}: {path / name} is no file on this machine. Correct the path.")
         return path / name
-    return _download(setting, model, name, revision)
-
-
-def _download(setting: str, model: str, name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import hf_hub_download
 

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -145,11 +146,8 @@ def _rows(database: Path) -> bytes:
     with tempfile.TemporaryDirectory() as copy:
         for path in database.parent.glob(database.name + "*"):
             shutil.copy(path, copy)
-        connection = sqlite3.connect(Path(copy) / database.name)
-        try:
+        with closing(sqlite3.connect(Path(copy) / database.name)) as connection:
             return "".join(sorted(connection.iterdump())).encode()
-        finally:
-            connection.close()
 
 
 def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:

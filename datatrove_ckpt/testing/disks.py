@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -180,8 +180,7 @@ class PowerLossDisk(CrashingDisk):
             if path.is_dir():
                 self._now[path] = None
                 continue
-            known = self._now.get(path)
-            file = known if known is not None else _File()
+            file = self._now.get(path) or _File()
             file.content = path.read_bytes()
             self._now[path] = file
 
@@ -243,9 +242,8 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
     if isinstance(disk, CrashingDisk):
         object_store.effects = WatchedRemote(disk)
     try:
-        yield
-    except SimulatedCrash:
-        pass
+        with suppress(SimulatedCrash):
+            yield
     finally:
         files.disk, object_store.effects = before, effects
         disk.close()

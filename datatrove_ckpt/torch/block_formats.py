@@ -403,7 +403,10 @@ class LineBlocks(BlockFile):
         if columns is None:
             return parsed
         if not self._keys.issuperset(columns):
-            self._check_keys(parsed, columns)
+            # Keys that no line of the first block has are refused. Later, a key that few lines have may be missing.
+            found = {key: None for row in parsed if row for key in row}
+            check_columns([*found, *self._keys.difference(found)], columns, self._name)
+            self._keys.update(columns)
         return [row and {column: row.get(column) for column in columns} for row in parsed]
 
     def close(self) -> None:
@@ -440,12 +443,6 @@ class LineBlocks(BlockFile):
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
             raise changed(self._name)
         return lines
-
-    def _check_keys(self, rows: list[Row | None], columns: Sequence[str]) -> None:
-        """Refuses keys that no line of the first block has. Later, a key that few lines have may be missing."""
-        found = {key: None for row in rows if row for key in row}
-        check_columns([*found, *self._keys.difference(found)], columns, self._name)
-        self._keys.update(columns)
 
     def _row(self, line: bytes, number: int) -> Row | None:
         try:

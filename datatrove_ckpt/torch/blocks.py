@@ -302,6 +302,12 @@ class BlockInput:
     Args:
         reader: a reader of ``readers`` for JSONL, Parquet or Arrow files.
 
+    Attributes:
+        names: the files, in the reader's order.
+        sequential: the numbers of the files of which a block costs reading all earlier ones: of these, read blocks in
+            order. These are compressed JSONL files, and Arrow streams with dictionaries.
+        gives_views: whether the rows of a block are a part of more memory: of a mapped file, or of a record batch.
+
     Raises:
         ConfigError: the reader's files have no blocks.
         InputError: a file is damaged.
@@ -310,6 +316,7 @@ class BlockInput:
     def __init__(self, reader: SeekingReader) -> None:
         self._reader = reader
         self._inputs: Inputs = reader._list_inputs(0, 1, None)
+        self.names = self._inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()  # columns that some line of JSONL had
@@ -317,26 +324,10 @@ class BlockInput:
         self._schemas: dict[bytes, bytes] = {}  # each kept once
         self._size = 4
         self._index = self._index_files()
+        self.sequential = frozenset(number for number, file in enumerate(self._index) if file.sequential)
+        self.gives_views = isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The files, in the reader's order."""
-        return self._inputs.names
-
-    @property
-    def sequential(self) -> frozenset[int]:
-        """The numbers of the files of which a block costs reading all earlier ones: of these, read blocks in order.
-
-        These are compressed JSONL files, and Arrow streams with dictionaries.
-        """
-        return frozenset(number for number, file in enumerate(self._index) if file.sequential)
-
-    @property
-    def gives_views(self) -> bool:
-        """Whether the rows of a block are a part of more memory: of a mapped file, or of a whole record batch."""
-        return isinstance(self._reader, IpcReader)
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -63,13 +63,6 @@ def text_and_id(document: Document) -> dict[str, str]:
     return {"text": document.text, "id": str(document.id)}
 
 
-def _check_columns(columns: Sequence[str] | None, arrays: bool, batch_size: int | None) -> None:
-    if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
-        raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
-    if arrays and (columns is None or batch_size is None):
-        raise ConfigError("arrays=True needs columns and batch_size.")
-
-
 class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignore]
     """The documents of a reader.
 
@@ -130,7 +123,10 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self.transform = transform or (text_and_id if columns is None else None)
         self.columns = columns
         self.arrays = arrays
-        _check_columns(columns, arrays, batch_size)
+        if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
+            raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
+        if arrays and (columns is None or batch_size is None):
+            raise ConfigError("arrays=True needs columns and batch_size.")
         seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
         batch = 1 if batch_size is None else batch_size
         self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch)

@@ -144,7 +144,9 @@ class Mixing(Iterator[Any]):
 
     def __next__(self) -> Any:
         while not self.finished:
-            source = self._draw()
+            number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
+            # The product may round up to the sum itself.
+            source = self._live[min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)]
             sample = next(source.iterator, _END)
             if sample is not _END:
                 source.has_given = True
@@ -160,11 +162,6 @@ class Mixing(Iterator[Any]):
     def _weigh(self) -> None:
         self._live = [source for source in self._sources if source.is_live]
         self._sums = list(accumulate(self._mix.weights[source.number] for source in self._live))
-
-    def _draw(self) -> _Source:
-        number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
-        # The product may round up to the sum itself.
-        return self._live[min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)]
 
     def _end(self, source: _Source) -> None:
         """A source gave no more samples. The same number is drawn again, from what is there now."""

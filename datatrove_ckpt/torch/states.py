@@ -214,12 +214,11 @@ def _check_steps(states: Sequence[DatasetState], topology: Topology) -> None:
 
     Without ``batch_size`` the batches of the loader are not known. A difference is then a warning.
     """
-    left = Remaining(states[0].input["rows"], states[0].done).rows
     given, ended = [0] * topology.ranks, set[int]()
     for state in states:
         assert state.slot is not None
         given[state.slot.rank] += state.samples - state.skipped
-        if state.samples >= topology.of_worker(left, state.slot.rank, state.slot.worker, state.even):
+        if state.has_ended():
             ended.add(state.slot.rank)
     ranks = sorted((count, rank) for rank, count in enumerate(given) if rank not in ended)
     if not ranks or ranks[-1][0] - ranks[0][0] <= (topology.batch if topology.batch > 1 else 0):

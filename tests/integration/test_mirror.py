@@ -460,7 +460,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         shutdowns: list[Shutdown] = []
         start = mirror.RemoteMirror.start
         monkeypatch.setattr(
-            mirror.RemoteMirror, "start", lambda self, source: shutdowns.append(self._shutdown) or start(self, source)
+            mirror.RemoteMirror, "start", lambda self, source: shutdowns.append(self.shutdown) or start(self, source)
         )
 
         def run() -> None:

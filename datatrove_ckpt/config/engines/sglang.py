@@ -55,7 +55,7 @@ class SGLang(Engine):
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tp-size", "dp-size", "pp-size"),
             "node-rank": nodes.rank if nodes.count > 1 else None,
-            "dist-init-addr": f"{nodes.head_host}:{config.master_port}" if nodes.count > 1 else None,
+            "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}" if nodes.count > 1 else None,
         }
         given = launch.flags
         takes_key = int(given.get("tokenizer-worker-num") or 1) == 1

@@ -95,7 +95,7 @@ class Vllm(Engine):
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
             "node-rank": nodes.rank if nodes.count > 1 else None,
-            "master-addr": nodes.head_host if nodes.count > 1 else None,
+            "master-addr": nodes.hosts[0] if nodes.count > 1 else None,
             "master-port": config.master_port if nodes.count > 1 else None,
             "headless": True if nodes.rank > 0 else None,
         }

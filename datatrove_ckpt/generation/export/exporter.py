@@ -75,7 +75,7 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
         settings = shown("", {"config": runner.config, "monitoring": config})
         job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
-        stack.callback(lambda: job.leave(lambda: exports.seconds))
+        stack.callback(lambda: job.leave(exports.seconds))
     if not config.wants_metrics:
         return
     from datatrove_ckpt.generation.export import prometheus
@@ -110,15 +110,11 @@ class Exports:
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
         now, spread = time.time(), self.history.spread()
-        return RankNow(run, rank, host, job, started_at, ranks, self._state, now, progress, spread)
-
-    @property
-    def _state(self) -> str:
+        state = "running" if self.history.client is not None else "starting"
         if self._end or self.shutdown.is_requested:
-            return self._end or "stopping"
-        return "running" if self.history.client is not None else "starting"
+            state = self._end or "stopping"
+        return RankNow(run, rank, host, job, started_at, ranks, state, now, progress, spread)
 
-    @property
     def seconds(self) -> float:
         """How long the end of the rank may wait for others. A signal shortens it."""
         if self.shutdown.is_fast:

@@ -85,11 +85,6 @@ def descendants(ancestor: int) -> list[Process]:
     return found
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
-        os.kill(pid, number)
-
-
 def _kill_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
@@ -125,7 +120,10 @@ class Guardian:
 
     def run(self) -> int:
         """Start, wait, clean up; the exit code."""
-        self._catch_signals()
+        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
+        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
+        for number in _CAUGHT:
+            signal.signal(number, lambda *_: None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._launch()
         while self.server_status is None and not self._wait_for_stop(_PARENT_CHECK):
@@ -133,13 +131,9 @@ class Guardian:
         if self.server_status is None:
             self._terminate()
         self._kill_descendants()
-        return _exit_code(self.server_status)
-
-    def _catch_signals(self) -> None:
-        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
-        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
-        for number in _CAUGHT:
-            signal.signal(number, lambda *_: None)
+        status = self.server_status
+        code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
+        return code if code >= 0 else 128 - code
 
     def _launch(self) -> None:
         guardian = os.getpid()
@@ -179,11 +173,9 @@ class Guardian:
         return os.getppid() != self._runner
 
     def _drain_wakeups(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup_read, 512):
                 pass
-        except BlockingIOError:
-            pass
 
     def _terminate(self) -> None:
         """Send SIGTERM, and wait until the server ends or its time is over."""
@@ -214,7 +206,8 @@ class Guardian:
                 self._reap()  # those that have ended since, and are nobody's else
                 return
             for process in running:
-                _kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+                    os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.005)
         print("guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True)
 
@@ -233,11 +226,6 @@ class Guardian:
 def _set_group(pid: int) -> None:
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the other process was first
         os.setpgid(pid, pid)
-
-
-def _exit_code(status: int | None) -> int:
-    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
-    return code if code >= 0 else 128 - code
 
 
 def main(arguments: list[str]) -> int:

@@ -182,12 +182,12 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
         ServerStartFailed: the head node has another link key than this one.
     """
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
-    port = config.master_port + 1
+    head, port = nodes.hosts[0], config.master_port + 1
     try:
         async with asyncio.timeout(window):
             while True:
                 with contextlib.suppress(OSError):
-                    reader, writer = await asyncio.open_connection(nodes.head_host, port, limit=MAX_LINE)
+                    reader, writer = await asyncio.open_connection(head, port, limit=MAX_LINE)
                     _enable_keepalive(writer)
                     proven = await authenticate(reader, writer, WORKER, HEAD)
                     if proven:
@@ -195,14 +195,14 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
                     writer.close()
                     if proven is False:
                         raise ServerStartFailed(
-                            f"The head node, {nodes.head_host}, and this one have different values of "
+                            f"The head node, {head}, and this one have different values of "
                             f"{LINK_KEY_VARIABLE} (or another program answers on port {port}, master_port + 1). Submit "
                             "the run again; or, if you start the nodes yourself, export one random value to all of "
                             "them."
                         )
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
-        where = f"{nodes.head_host} on port {port} (master_port + 1)"
+        where = f"{head} on port {port} (master_port + 1)"
         logger.warning(f"The head node did not listen at {where} within {window:g} s, so this node stops.")
         return None
 

@@ -84,12 +84,6 @@ class ServerRecord:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Neither the runner nor the guardian is alive."""
-        alive = {(process.pid, process.started) for process in process_table() if not process.zombie}
-        return alive.isdisjoint({self.runner, self.guardian})
-
     def owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
         if process.session != self.guardian[0]:
@@ -142,7 +136,8 @@ def end_leftovers() -> None:
         logger.warning(f"What killed runs may have left on this node is not looked for: {error}")
         return
     for record in filter(None, map(ServerRecord.read, paths)):
-        if record.is_abandoned:
+        alive = {(process.pid, process.started) for process in process_table() if not process.zombie}
+        if alive.isdisjoint({record.runner, record.guardian}):
             if killed := _kill_all(record.owns, record.name):
                 logger.warning(
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the server of "

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from loguru import logger
@@ -39,26 +39,24 @@ from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, ser
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
+@dataclass(eq=False, repr=False)
 class ServerPool:
     """All servers that one rank launches or takes over.
 
     Args:
         client: each server becomes a target of it.
-        shutdown: of the rank; None: of nobody.
+        shutdown: of the rank; by default of nobody.
 
     Attributes:
         restarts: how often servers were restarted.
     """
 
-    def __init__(
-        self, config: InferenceConfig, rank: int, client: CompletionClient, shutdown: Shutdown | None = None
-    ) -> None:
-        self.config = config
-        self.shutdown = shutdown or Shutdown()
-        self.rank = rank
-        self.client = client
-        self.supervisors: list[ServerSupervisor] = []
-        self._head: HeadNode | None = None
+    config: InferenceConfig
+    rank: int
+    client: CompletionClient
+    shutdown: Shutdown = field(default_factory=Shutdown)
+    supervisors: list[ServerSupervisor] = field(default_factory=list)
+    _head: HeadNode | None = None
 
     @property
     def restarts(self) -> int:
@@ -236,7 +234,8 @@ class ServerSupervisor:
     async def stop(self) -> None:
         await self.client.disconnect(self.target)
         with self.shutdown.closing():
-            await (self.server.kill() if self.shutdown.kills_servers else self.server.stop())
+            is_late = self.shutdown.is_fast or self.shutdown.late  # no time is left for it to stop by itself
+            await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
         """Restart the server whenever it dies.
@@ -381,20 +380,16 @@ class ServerSupervisor:
         """
         if not self._watching or self._death_cause.done():
             return
-        await self._join_probe(since)
-        if self.shutdown.is_requested:
-            return  # nothing is sent again, so it does not matter whether the server accepts new requests
-        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
-        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would have to look for waiters
-
-    async def _join_probe(self, since: float) -> None:
-        """Wait for the probe under way; start one if there is none."""
         if self._probing is None or self._probing.done():
             self._probed_since = _LONG_AGO
             self._probing = asyncio.create_task(self._run_probes())
         self._probed_since = max(self._probed_since, since)
         await asyncio.wait([self._probing])
+        if self.shutdown.is_requested:
+            return  # nothing is sent again, so it does not matter whether the server accepts new requests
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
+        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would have to look for waiters
 
     async def _run_probes(self) -> None:
         problem: str | None = None

@@ -281,7 +281,7 @@ class InferenceServer:
         process = self._process
         if process is not None:
             code = await process.wait()
-            if not process.stop_requested:
+            if process.lifeline is not None:
                 raise ServerDied((await self._explained(f"died with exit code {code}", code))[0])
         await wait_until_cancelled()  # stopped on purpose: there is nothing to report
 
@@ -398,6 +398,7 @@ class GuardedProcess:
 
     Attributes:
         pid: the guardian's.
+        lifeline: the end of a pipe that keeps the server running; None: it was asked to stop.
 
     Raises:
         OSError: no process could be created.
@@ -409,7 +410,7 @@ class GuardedProcess:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
         # The guardian stops the server when this end closes. The kernel closes it even if this process is killed.
-        self._lifeline: int | None = node.own(lifeline)
+        self.lifeline: int | None = node.own(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
             self._process = subprocess.Popen(
@@ -439,21 +440,17 @@ class GuardedProcess:
             await asyncio.sleep(_POLL)  # an event would belong to one loop
         return code
 
-    @property
-    def stop_requested(self) -> bool:
-        return self._lifeline is None
-
     def request_stop(self) -> None:
         """Let the guardian stop the server: SIGTERM, and SIGKILL for what is left after the timeout."""
-        if self._lifeline is not None:
-            node.close(self._lifeline)
-            self._lifeline = None
+        if self.lifeline is not None:
+            node.close(self.lifeline)
+            self.lifeline = None
 
     def request_kill(self) -> None:
         """Let the guardian stop the server at once, by SIGKILL."""
-        if self._lifeline is not None:
+        if self.lifeline is not None:
             with contextlib.suppress(BrokenPipeError):  # the guardian has ended already
-                os.write(self._lifeline, guardian.KILL_NOW)
+                os.write(self.lifeline, guardian.KILL_NOW)
         self.request_stop()
 
     def wait_until_stopped(self) -> int:

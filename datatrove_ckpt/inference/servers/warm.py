@@ -164,7 +164,12 @@ def keep(servers: ServerSet) -> bool:
         _state.warm = servers
         if not _state.ends_with_process:
             _state.ends_with_process = True
-            _stop_at_exit()
+            atexit.register(close_warm_servers)
+            # Processes that multiprocessing starts end without atexit, and run its own finalizers.
+            for name in ("multiprocessing", "multiprocess"):
+                module, util = sys.modules.get(name), sys.modules.get(f"{name}.util")
+                if module is not None and util is not None and module.parent_process() is not None:
+                    util.Finalize(None, close_warm_servers, exitpriority=0)
     return True
 
 
@@ -227,15 +232,6 @@ def _stop_idle() -> None:
         seconds = f"{IDLE_SECONDS:g} s"
         logger.info(f"Stopping {warm}: this process has had no other rank for {seconds} (reuse_servers).")
         warm.stop()
-
-
-def _stop_at_exit() -> None:
-    atexit.register(close_warm_servers)
-    # Processes that multiprocessing starts end without atexit, and run its own finalizers.
-    for name in ("multiprocessing", "multiprocess"):
-        module, util = sys.modules.get(name), sys.modules.get(f"{name}.util")
-        if module is not None and util is not None and module.parent_process() is not None:
-            util.Finalize(None, close_warm_servers, exitpriority=0)
 
 
 # Stamps of the files that a server is started with: equal as long as nobody changes the files.

@@ -327,10 +327,11 @@ def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMis
 def _lines(change: Change) -> list[str]:
     """A field with both values; of two mappings, what differs."""
     field, old, new = change[:3]
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [f"  {field}: {change.shown_old} -> {change.shown_new}"]
-    found = [key for key in {**old, **new} if key not in old or key not in new or old[key] != new[key]]
-    return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in found]
+    are_mappings = isinstance(old, dict) and isinstance(new, dict)
+    keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))] if are_mappings else []
+    return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys] or [
+        f"  {field}: {change.shown_old} -> {change.shown_new}"
+    ]
 
 
 def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True, is_left: bool = True) -> str:

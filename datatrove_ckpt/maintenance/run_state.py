@@ -42,7 +42,8 @@ Trouble = Literal[
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
-    stuck         it writes lines, and no document or answer has come for minutes
+    stuck         it writes lines, and no document or answer has come for minutes; or requests fail, and for half a
+                  minute none was answered
     looping       its attempts end again and again, and no document is finished
     restarting    its servers are started again and again
     slow          it is far behind the median of the ranks that run and those that are finished

@@ -176,6 +176,7 @@ MAX_TROUBLED = 20
 _BAR = 24
 _LEAST_FREE = 1 << 20  # bytes
 _LABEL = 10
+_BETWEEN_SECONDS = 15.0  # from one task's end to the next one's start, with the start of its process
 # A rank knows the size of its input once it has read something, and writes it with the next minute.
 _FIRST_SECONDS = 120.0
 # A run that would take this many times less if its largest rank were divided is uneven; but not if it ends soon anyway.
@@ -233,6 +234,8 @@ def _what_next(state: RunState) -> Iterator[str]:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif state.is_unstarted:
         yield f"{state.what} is a fork that has not started. Start it: {known or 'datatrove-ckpt run CONFIG'}"
+    elif _has_just_finished_a_rank(state):
+        yield f"The run is between two tasks, or has just ended. To resume it if it has ended: {command}"
     elif failed:
         yield (
             f"Nothing runs. First correct what ended rank{'s' * (len(failed) > 1)} {ranges(failed)}, or the same error "
@@ -245,6 +248,12 @@ def _what_next(state: RunState) -> Iterator[str]:
         )
     elif not state.is_finished:
         yield f"Nothing runs, and the run is not finished. To resume: {command}"
+
+
+def _has_just_finished_a_rank(state: RunState) -> bool:
+    ranks = [rank for rank in (*state.ranks, *state.retries) if rank.last_word == state.newest]
+    seconds = state.read_at - (state.newest or 0.0)
+    return not state.is_finished and seconds < _BETWEEN_SECONDS and any(rank.state == "finished" for rank in ranks)
 
 
 def _full_disk(state: RunState) -> Iterator[str]:

@@ -32,6 +32,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.verify_repair import repair_before_run
+from datatrove_ckpt.cli.yaml_config import is_short
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
@@ -42,7 +43,8 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 _REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
-_ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
+_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(\w+)=(true|\d+)")
+_TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 
 def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -147,11 +149,21 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
     from datatrove_ckpt.cli.start_over import advice  # maintenance, which a run does not need
 
-    text = with_config(str(error), [arguments.config, *arguments.overrides] if arguments.config else ())
+    command, flags = arguments.command, dict[str, None]()
+
+    def as_typed(found: re.Match[str]) -> str:
+        flag = f"--{found[1].replace('_', '-')} {found[2]}" if is_short(arguments.config) else found[0]
+        if found[1] == "tasks":
+            return f"{_TASKS.sub('', command)} {flag}"
+        flags[flag] = None
+        return flag
+
+    text = _FLAG.sub(as_typed, str(error))
+    text = with_config(text, [arguments.config, *arguments.overrides] if arguments.config else ())
     if "--repair" not in arguments.command.split():
-        text = _REPAIR.sub(lambda found: f"{arguments.command} --repair", text)
-    if (flag := _ACCEPT.search(str(error))) is not None:
-        text += f" The whole command: {arguments.command} {flag[0]}"
+        text = _REPAIR.sub(lambda found: f"{command} --repair", text)
+    if flags:  # what helps first stands last
+        text += " The whole command: " + "\nor: ".join(f"{command} {flag}" for flag in reversed(flags))
     text += advice(error, plan, arguments)
     if text != str(error):
         error.args = (text,)

@@ -11,7 +11,7 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.yaml_config import load
+from datatrove_ckpt.cli.yaml_config import is_short
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.maintenance import relocate
 from datatrove_ckpt.maintenance.verify import verify
@@ -33,7 +33,7 @@ def start_over(executor: PipelineExecutor, arguments: argparse.Namespace) -> Non
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
     plan, config = RunPlan(executor), arguments.config
     check_steps(plan)
-    moved = moves.start_over(plan, config, as_one=config is None or "executor" not in load(config))
+    moved = moves.start_over(plan, config, as_one=is_short(config))
     for old, new in moved.items():
         say(f"Moved aside: {old} -> {new}")
     for runner in plan.runners if moved else ():

@@ -63,6 +63,11 @@ _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks
 # a file ---------------------------------------------------------------------------------------------------------------
 
 
+def is_short(path: str | None) -> bool:
+    """Whether a job is in the short form. None: it has no file."""
+    return path is None or "executor" not in load(path)
+
+
 def load(path: str | Path) -> dict[str, Any]:
     """The file's content. Builds nothing.
 

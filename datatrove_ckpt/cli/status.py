@@ -451,9 +451,7 @@ def _attempts(totals: Totals) -> str:
 
 
 def _dead(state: RunState, totals: Totals) -> str:
-    """Those that are left. The causes of those that a retry has taken are not said."""
-    found = (state.totals.dead_letters, state.retried.dead_letters)
-    said = [next((_most(causes) for causes in found if 0 < causes.total() <= totals.counts.dead), "")]
+    said = [_most(state.causes)]
     said += [f"{totals.unfinished.dead:,} in unfinished chunks"] if totals.unfinished.dead else []
     return f"{totals.done.dead:,}: {', '.join(filter(None, said))}".removesuffix(": ")
 

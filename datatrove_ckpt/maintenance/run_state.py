@@ -262,6 +262,12 @@ class RunState:
         return found
 
     @property
+    def causes(self) -> Counter[str]:
+        """Of the dead letters that are left. The causes of those that a retry has taken are not known."""
+        found = (self.totals.dead_letters, self.retried.dead_letters)
+        return next((causes for causes in found if 0 < causes.total() <= self.together.counts.dead), Counter())
+
+    @property
     def troubled(self) -> list[RankState]:
         """The ranks that need attention, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
-from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
+from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -44,6 +45,7 @@ from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_error
 
 _REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(\w+)=(true|\d+)")
+_CAUSE_BYTES = 1 << 16
 _TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 
@@ -362,8 +364,14 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     next_step = (
         f"To retry the dead letters: {command}{retry}" if counts.dead else f"To check the files: {_verify(shown)}"
     )
+    none = ""
+    if counts.dead == counts.read:
+        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, _CAUSE_BYTES)) for rank in find_ranks(root))
+        causes = sum((rank.causes for rank in ranks), Counter[str]())
+        often = "".join(cause for cause, _ in causes.most_common(1))
+        none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
+        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"

@@ -127,7 +127,11 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
-    trouble = ["", *wrapped(describe_trouble(state, style), width)] if state.troubled or state.refusal else []
+    trouble = (
+        ["", *wrapped(describe_trouble(state, style), width)]
+        if state.troubled or state.refusal or state.is_mostly_dead
+        else []
+    )
     room = height - len(lines) - len(foot) - 3
     room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
     ranks = _ordered(state)
@@ -424,7 +428,7 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
     work = totals.work
     wasted = {
         "sent again after an error": work.retries,
-        "sent again after their server died": work.resent,
+        "to be sent again: their server died, or the run stopped": work.resent,
         "in flight shortly before attempts were killed": totals.lost_in_flight,
     }
     said = [f"{count:,} {what}" for what, count in wasted.items() if count]
@@ -466,7 +470,13 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         yield state.refusal
     if troubled:
         yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
-    elif not state.refusal:
+    if state.is_mostly_dead:
+        often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
+        yield (
+            f"More than half of the documents are dead letters{often}. Correct the cause. When all ranks are finished, "
+            "`run` with --retry-dead-letters processes them again."
+        )
+    elif not troubled and not state.refusal:
         yield "No rank needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]

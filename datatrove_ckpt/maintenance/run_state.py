@@ -280,6 +280,12 @@ class RunState:
         return bool(damaged or (self.refusal and not self.is_half_resharded))
 
     @property
+    def is_mostly_dead(self) -> bool:
+        """Whether more than half of the documents are dead letters. Of fewer than 20, that may be bad luck."""
+        done = self.together.done
+        return 2 * done.dead > done.read >= 20
+
+    @property
     def is_dealt_anew(self) -> bool:
         """Whether the number of tasks was changed since the run began."""
         return any(rank.reshards for rank in self.ranks)

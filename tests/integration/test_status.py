@@ -179,6 +179,17 @@ def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_aft
     assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), "nothing is cut"
 
 
+@pytest.mark.parametrize(("dead", "is_said"), [(11, True), (10, False)])
+def test_documents_that_are_dead_for_the_most_part_need_attention(
+    tmp_path: Path, said: Said, dead: int, is_said: bool
+) -> None:
+    letters = [("str", f"HTTP 404: no model {number}") for number in range(dead)]
+    write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
+    text = said(tmp_path)
+    found = "More than half of the documents are dead letters, most often HTTP 404: no model #. Correct" in text
+    assert (found, "No rank needs attention." in text) == (is_said, not is_said)
+
+
 def test_tasks_that_have_not_started_are_no_reason_to_run_the_command_again(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

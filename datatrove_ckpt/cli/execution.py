@@ -106,7 +106,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            dead = _execute(executor, plan, arguments.command)
+            dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 return fail(CkptError(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."), 1)
     except KeyboardInterrupt:
@@ -129,12 +129,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     return 0
 
 
-def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
+def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
-        say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
+        folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
+        what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
+        say(slurm_submit.submit(executor, what, arguments.command))
         return 0
     is_ray, started = isinstance(executor, RayPipelineExecutor), unix_seconds()
     marked = plan.marked() if is_ray and not executor.skip_completed else {}
@@ -143,7 +145,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
         _refuse_what_is_left(plan, marked)
     checked = check_after_run(executor)
     for runner in kept:
-        say(closing_line(runner, command, checked, started))
+        say(closing_line(runner, arguments.command, checked, started))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 

@@ -127,11 +127,8 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
-    trouble = (
-        ["", *wrapped(describe_trouble(state, style), width)]
-        if state.troubled or state.refusal or state.is_mostly_dead
-        else []
-    )
+    trouble = ["", *wrapped(describe_trouble(state, style), width)]
+    trouble *= bool(state.troubled or state.refusal or state.is_mostly_dead)
     room = height - len(lines) - len(foot) - 3
     room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
     ranks = _ordered(state)
@@ -472,10 +469,7 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
     if state.is_mostly_dead:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
-        yield (
-            f"More than half of the documents are dead letters{often}. Correct the cause. When all ranks are finished, "
-            "`run` with --retry-dead-letters processes them again."
-        )
+        yield f"More than half of the documents are dead letters{often}. Correct that, and retry them at the end."
     elif not troubled and not state.refusal:
         yield "No rank needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):

@@ -45,7 +45,6 @@ from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_error
 
 _REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(\w+)=(true|\d+)")
-_CAUSE_BYTES = 1 << 16
 _TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 
@@ -368,7 +367,7 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     )
     none = ""
     if counts.dead == counts.read:
-        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, _CAUSE_BYTES)) for rank in find_ranks(root))
+        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
         causes = sum((rank.causes for rank in ranks), Counter[str]())
         often = "".join(cause for cause, _ in causes.most_common(1))
         none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "

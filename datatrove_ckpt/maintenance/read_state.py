@@ -220,7 +220,7 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
     finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
     finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
     begun = max((attempt.started for _, attempt in running), default=since)
-    if begun <= since or not finished:
+    if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
         for rank, _ in running:
             rates.add(rank.rates)
         return rates

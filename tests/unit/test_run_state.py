@@ -187,9 +187,11 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
 ) -> None:
     for number in range(2):  # they have lost the server at nearly the same time
         silence = Silence(seconds + number, 600.0, True)
-        lines = [*minutes(T, 5, 60, 3600), minute(T + 5 * MIN + 10, 300, 3600, silence=silence)]
+        lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
         hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
-    state = read(tmp_path, T + 5 * MIN + 10 + (30 if seconds > 30 else 0))
+    history = [start(T, host=HERE), *minutes(T, 2, 60, 120), done(T + 2 * MIN)]
+    write_rank(tmp_path, 2, history=history, chunks=1, per_chunk=120, finished=True)
+    state = read(tmp_path, T + 3 * MIN + 10 + (30 if seconds > 30 else 0))
     ends = "the server is unreachable; stops at 600 s (server_patience_seconds)"
     reason = f"no answer for {said}: {ends}" if said else ""
     assert {(rank.trouble, rank.reason) for rank in state.ranks[:1]} == {("stuck" if said else None, reason)}

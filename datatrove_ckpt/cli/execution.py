@@ -44,7 +44,7 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 _REPAIR = re.compile(r"datatrove-ckpt repair \S+ --logging-dir \S+, then run the same command again")
-_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(\w+)=(true|\d+)")
+_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests)=(true|\d+)")
 _TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 
@@ -54,6 +54,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
+    arguments.is_short = is_short(arguments.config)  # now: the file may change while it runs
     plan = RunPlan(executor)
     for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
         runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
@@ -155,7 +156,7 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     command, flags = arguments.command, dict[str, None]()
 
     def as_typed(found: re.Match[str]) -> str:
-        flag = f"--{found[1].replace('_', '-')} {found[2]}" if is_short(arguments.config) else found[0]
+        flag = f"--{found[1].replace('_', '-')} {found[2]}" if arguments.is_short else found[0]
         if found[1] == "tasks":
             return f"{_TASKS.sub('', command)} {flag}"
         flags[flag] = None

@@ -13,6 +13,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Progress,
     Record,
     ServerEvent,
+    Silence,
     Spread,
     Start,
     WorkCounts,
@@ -34,6 +35,7 @@ def progress(documents: int = 7, at: float = 0.0, attempt: int = 1) -> Progress:
         in_flight=5,
         waiting=6,
         in_work=8,
+        silence=Silence(40.5, 600.0, True),
         position=InputPosition(25, 100, "bytes"),
     )
 

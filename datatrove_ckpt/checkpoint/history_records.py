@@ -9,7 +9,7 @@ that took the rank over, also one that left no line here.
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, q, pos: see ``Progress``
+    progress    s, d, c, all, own, err, own_err, q, out, pos: see ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
@@ -39,6 +39,7 @@ EndWhy = Literal["done", "stopped", "error"]
 _MAX_TEXT = 4000
 _MAX_KINDS = 64
 _MAX_BUCKET = 400  # 2^100
+_LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
 _COUNTS = len(fields(DocumentCounts))
 
@@ -67,6 +68,22 @@ class InputPosition(NamedTuple):
         if not is_count(done) or not (total is None or is_count(total)) or unit not in (None, "bytes", "rows"):
             raise ValueError("a position is damaged")
         return cls(done, total, unit)  # type: ignore[arg-type]
+
+
+class Silence(NamedTuple):
+    """For how long no request was answered, although some failed, and after how long the rank stops for it.
+
+    ``unreachable``: no server can be reached.
+    """
+
+    seconds: float = 0.0
+    patience: float = 0.0
+    unreachable: bool = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it has to be said: shorter ones are everyday life."""
+        return self.seconds >= _LASTS
 
 
 @dataclass(slots=True)
@@ -216,8 +233,9 @@ class Progress(_Record):
         total: what all attempts did ("all" and "err"); of one that was killed, its last minute is missing.
         own: what this attempt did ("own" and "own_err").
         in_flight: requests that a server has now ("q", with the next two).
-        waiting: requests that wait for a server or a free slot.
+        waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents that are in work.
+        silence: of the servers, until now ("out", which lines of older versions lack).
         position: how much of the input is done ("pos").
     """
 
@@ -230,6 +248,7 @@ class Progress(_Record):
     in_flight: int = 0
     waiting: int = 0
     in_work: int = 0
+    silence: Silence = field(default_factory=Silence)
     position: InputPosition = field(default_factory=InputPosition)
 
     def to_json(self) -> Json:
@@ -242,15 +261,17 @@ class Progress(_Record):
             "err": self.total.errors,
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
+            "out": list(self.silence),
             "pos": list(self.position),
         }
 
     @classmethod
     def read(cls, data: Json) -> Progress:
         in_flight, waiting, in_work = data["q"]
+        silence = Silence(*data.get("out", ()))
         documents = DocumentCounts(*data["d"][:_COUNTS])
         numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])  # astuple is slow: it copies deeply
-        if not all(is_count(number) for number in numbers):
+        if not all(is_count(number) for number in numbers) or not all(map(is_seconds, silence[:2])):
             raise ValueError("a number is missing or negative")
         return cls(
             seconds=Seconds.from_json(data["s"]),
@@ -261,6 +282,7 @@ class Progress(_Record):
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
+            silence=silence,
             position=InputPosition.from_json(data["pos"]),
         )
 

@@ -119,7 +119,12 @@ class JobLedger:
             yield from (*self.lost(), *self.older())
         for rank in self.removed:
             folder = rank_folder(self.root, rank)
-            yield rank, f"{folder} is missing: its checkpoint was removed. Bring it back, or run again."
+            yield (
+                rank,
+                f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for good, have its "
+                f"documents processed, and paid, again: move the output files of task {rank} elsewhere, delete "
+                f"completions/{rank:05d} in logging_dir, then run.",
+            )
 
     def newer(self) -> Iterator[tuple[int, str]]:
         """The ranks that have read a share of ``shares.json``, which is missing or older; with a message for each."""

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
-from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
+from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -42,7 +43,8 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
-_ACCEPT = re.compile(r"--pipeline\.\d+\.accept_changes=true")
+_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests)=(true|\d+)")
+_TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 
 def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -102,7 +104,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            dead = _execute(executor, plan, arguments.command)
+            dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 return fail(CkptError(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."), 1)
     except KeyboardInterrupt:
@@ -125,12 +127,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     return 0
 
 
-def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
+def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
-        say(slurm_submit.submit(executor, [str(runner.step.checkpoints_local_dir) for runner in kept], command))
+        folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
+        what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
+        say(slurm_submit.submit(executor, what, arguments.command))
         return 0
     is_ray, started = isinstance(executor, RayPipelineExecutor), unix_seconds()
     marked = plan.marked() if is_ray and not executor.skip_completed else {}
@@ -139,7 +143,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, command: str) -> int:
         _refuse_what_is_left(plan, marked)
     checked = check_after_run(executor)
     for runner in kept:
-        say(closing_line(runner, command, checked, started))
+        say(closing_line(runner, arguments.command, checked, started))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 
@@ -147,13 +151,22 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
     from datatrove_ckpt.cli.start_over import FLAG, advice  # maintenance, which a run does not need
 
+    command, words, flags = arguments.command, arguments.words, dict[str, None]()
+
+    def as_typed(found: re.Match[str]) -> str:
+        flag = found[0] if words is str else f"--{found[1].replace('_', '-')} {found[2]}"
+        if found[1] == "tasks":
+            return f"{_TASKS.sub('', command)} {flag}"
+        flags[flag] = None
+        return flag
+
     given = [arguments.config, *arguments.overrides] if arguments.config else ()
-    text = arguments.words(with_config(str(error), given))
-    if "--repair" not in arguments.command.split():
-        text = _REPAIR.sub(lambda found: f"{arguments.command.replace(found[1], '')} --repair{found[1]}", text)
-    if (flag := _ACCEPT.search(str(error))) is not None:
-        text += f" The whole command: {arguments.command} {arguments.words(flag[0])}"
-    text += advice(error, plan, arguments.config, f"{arguments.command} {FLAG}")
+    text = words(with_config(_FLAG.sub(as_typed, str(error)), given))
+    if "--repair" not in command.split():
+        text = _REPAIR.sub(lambda found: f"{command.replace(found[1], '')} --repair{found[1]}", text)
+    if flags:  # what helps first stands last
+        text += " The whole command: " + "\nor: ".join(f"{command} {flag}" for flag in reversed(flags))
+    text += advice(error, plan, arguments.config, f"{command} {FLAG}")
     if text != str(error):
         error.args = (text,)
     return error
@@ -355,8 +368,14 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     next_step = (
         f"To retry the dead letters: {command}{retry}" if counts.dead else f"To check the files: {_verify(shown)}"
     )
+    none = ""
+    if counts.dead == counts.read:
+        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
+        causes = sum((rank.causes for rank in ranks), Counter[str]())
+        often = "".join(cause for cause, _ in causes.most_common(1))
+        none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
+        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"

@@ -15,6 +15,7 @@ import copy
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -124,8 +125,11 @@ def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
     )
 
 
-def submit(executor: SlurmPipelineExecutor, checkpoints: list[str], command: str) -> str:
+def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str) -> str:
     """Submits the jobs, and returns the closing line for the user.
+
+    Args:
+        what: of ``status``, as it is typed: the YAML file with its overrides, or each folder.
 
     Raises:
         CkptError: sbatch failed.
@@ -151,12 +155,13 @@ def submit(executor: SlurmPipelineExecutor, checkpoints: list[str], command: str
         ) from refused
     if not arrays:
         return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
-    job, per_job = ",".join(arrays), executor.tasks_per_job
+    job, last, per_job = ",".join(arrays), ids.found[-1], executor.tasks_per_job
     elements = plural(math.ceil(waiting / per_job), "array element")
     grouped = f", in {elements} of up to {per_job} tasks" if per_job > 1 else ""
-    look = [f"squeue -j {job}", *(f"datatrove-ckpt status {folder}" for folder in checkpoints)]
+    look = [f"squeue -j {job}", *(shlex.join(["datatrove-ckpt", "status", *one]) for one in what)]
     return (
         f"Submitted job {job} for {waiting} of {plural(executor.tasks, 'task')}{grouped}. Logs: "
         f"{Path(executor.slurm_logs_folder).absolute()} and {executor.logging_dir.resolve_paths('logs')}. To watch it: "
-        f"{'; '.join(look)}. When it has ended, the same command submits the tasks that are not complete: {command}"
+        f"{'; '.join(look)}. Job {last} merges statistics after it; if a task fails, end it: scancel {last}. When "
+        f"job {job} has ended, the same command submits the tasks that are not complete: {command}"
     )

@@ -127,7 +127,8 @@ def frame(state: RunState, width: int, height: int, style: Style, problem: str =
     foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
     if problem:
         foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
-    trouble = ["", *wrapped(describe_trouble(state, style), width)] if state.troubled or state.refusal else []
+    trouble = ["", *wrapped(describe_trouble(state, style), width)]
+    trouble *= bool(state.troubled or state.refusal or state.is_mostly_dead)
     room = height - len(lines) - len(foot) - 3
     room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
     ranks = _ordered(state)
@@ -176,6 +177,7 @@ MAX_TROUBLED = 20
 _BAR = 24
 _LEAST_FREE = 1 << 20  # bytes
 _LABEL = 10
+_BETWEEN_SECONDS = 15.0  # from one task's end to the next one's start, with the start of its process
 # A rank knows the size of its input once it has read something, and writes it with the next minute.
 _FIRST_SECONDS = 120.0
 # A run that would take this many times less if its largest rank were divided is uneven; but not if it ends soon anyway.
@@ -233,6 +235,8 @@ def _what_next(state: RunState) -> Iterator[str]:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif state.is_unstarted:
         yield f"{state.what} is a fork that has not started. Start it: {known or 'datatrove-ckpt run CONFIG'}"
+    elif _has_just_finished_a_rank(state):
+        yield f"The run is between two tasks, or has just ended. To resume it if it has ended: {command}"
     elif failed:
         yield (
             f"Nothing runs. First correct what ended rank{'s' * (len(failed) > 1)} {ranges(failed)}, or the same error "
@@ -245,6 +249,12 @@ def _what_next(state: RunState) -> Iterator[str]:
         )
     elif not state.is_finished:
         yield f"Nothing runs, and the run is not finished. To resume: {command}"
+
+
+def _has_just_finished_a_rank(state: RunState) -> bool:
+    ranks = [rank for rank in (*state.ranks, *state.retries) if rank.last_word == state.newest]
+    seconds = state.read_at - (state.newest or 0.0)
+    return not state.is_finished and seconds < _BETWEEN_SECONDS and any(rank.state == "finished" for rank in ranks)
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
@@ -415,7 +425,7 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
     work = totals.work
     wasted = {
         "sent again after an error": work.retries,
-        "sent again after their server died": work.resent,
+        "to be sent again: their server died, or the run stopped": work.resent,
         "in flight shortly before attempts were killed": totals.lost_in_flight,
     }
     said = [f"{count:,} {what}" for what, count in wasted.items() if count]
@@ -442,9 +452,7 @@ def _attempts(totals: Totals) -> str:
 
 
 def _dead(state: RunState, totals: Totals) -> str:
-    """Those that are left. The causes of those that a retry has taken are not said."""
-    found = (state.totals.dead_letters, state.retried.dead_letters)
-    said = [next((_most(causes) for causes in found if 0 < causes.total() <= totals.counts.dead), "")]
+    said = [_most(state.causes)]
     said += [f"{totals.unfinished.dead:,} in unfinished chunks"] if totals.unfinished.dead else []
     return f"{totals.done.dead:,}: {', '.join(filter(None, said))}".removesuffix(": ")
 
@@ -459,7 +467,10 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         yield state.refusal
     if troubled:
         yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
-    elif not state.refusal:
+    if state.is_mostly_dead:
+        often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
+        yield f"More than half of the documents are dead letters{often}. Correct that, and retry them at the end."
+    elif not troubled and not state.refusal:
         yield "No rank needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]

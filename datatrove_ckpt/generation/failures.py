@@ -50,6 +50,7 @@ class Failures:
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
         taken: letters that retries have taken: their documents are not processed here; None: there are no retries.
+        how_to_accept: changes of the rollout; another setting is given in the same way.
         if_corrected: what a user must know who corrects the rollout, as a sentence; "" if nothing.
     """
 
@@ -59,6 +60,7 @@ class Failures:
     limit: int | None
     kept: bool
     taken: TakenLetters | None
+    how_to_accept: str
     if_corrected: str
 
     @property
@@ -90,7 +92,7 @@ class Failures:
         document, name = source.document, _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
-            _stop(name, cause, error, document, self.if_corrected)
+            _stop(name, cause, error, document, self.how_to_accept, self.if_corrected)
         self.dead += 1
         if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
@@ -155,11 +157,11 @@ def correction(rollout_fn: object, how_to_accept: str) -> str:
     )
 
 
-def _stop(name: str, cause: str, error: BaseException, document: Document, if_corrected: str) -> NoReturn:
+def _stop(name: str, cause: str, error: BaseException, document: Document, how: str, if_corrected: str) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
     message = (
-        f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {_way_out(error)}"
+        f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {_way_out(error, how)}"
         f"Fix the cause and run the same command again. {if_corrected}"
     ).rstrip()
     if isinstance(error, InferenceError):
@@ -175,14 +177,14 @@ _TOO_LONG = re.compile(
 )
 
 
-def _way_out(error: BaseException) -> str:
+def _way_out(error: BaseException, how_to_accept: str) -> str:
     """What to do about a rejected request, as sentences that end with a blank."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         return ""
     way = (
-        "skip_bad_requests=True makes a dead letter of each document whose request is rejected, and "
-        'on_document_error="dead_letter" of each that fails. '
+        "To go on without each document whose request is rejected, as a dead letter, "
+        f"{how_to_accept.replace('accept_changes', 'skip_bad_requests')}. "
     )
     if _TOO_LONG.search(rejected.body):
         way = f"The prompt is longer than the model's context. ChunkedRollout splits long documents. {way}"

@@ -1,9 +1,10 @@
 """A rank's numbers: its history is kept with them, and the screen of its command shows them (``process/screen.py``).
 
 The history gets a line each minute, what happens to servers, and how the attempt ends; the first line comes after ten
-seconds. The counters are plain numbers on the event loop, so a line costs what one answer costs. The storage thread
-adds what it alone knows, and writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come
-from the checkpoint, see ``final_stats``.
+seconds, and one more when servers have given no answer for half a minute, or give answers again. The counters are plain
+numbers on the event loop, so a line costs what one answer costs. The storage thread adds what it alone knows, and
+writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come from the checkpoint, see
+``final_stats``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Record,
     ServerEvent,
     ServerWhat,
+    Silence,
     Spread,
     WorkCounts,
 )
@@ -139,11 +141,15 @@ class RankReporter:
         await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
-        every, interval = self._interval
+        (every, interval), was_silent = self._interval, False
         async with _screen(interval) as report:
             try:
                 while True:
                     report(self._rank, self.now())
+                    progress = self.progress()
+                    if progress.silence.lasts != was_silent:
+                        was_silent = progress.silence.lasts
+                        self._checkpoint.note(progress)
                     await asyncio.sleep(every)
             finally:
                 report(self._rank, self.now())
@@ -169,7 +175,7 @@ class RankReporter:
         if self.client is None:
             return READING if self._source is not None and not self._source.handed_over else WAITING
         silent = time.monotonic() - self._answered_at
-        if self.client.stats.in_flight and silent >= _SILENCE_SECONDS:
+        if (self.client.stats.in_flight or self.client.stats.pausing) and silent >= _SILENCE_SECONDS:
             return f"no answer for {duration(silent)}"
         return ""
 
@@ -196,13 +202,14 @@ class RankReporter:
     def progress(self) -> history_records.Progress:
         """Where the attempt stands. The checkpoint fills in the rest."""
         own = replace(self.own, errors=dict(self.own.errors))
-        in_flight = waiting = 0
+        found = history_records.Progress(own=own, position=self.position())
         if (client := self.client) is not None:
-            stats, router = client.stats, client.router
+            stats, outage = client.stats, client.outage
             own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
             own.errors = {**stats.errors}
-            in_flight, waiting = stats.in_flight, router.waiting
-        return history_records.Progress(own=own, in_flight=in_flight, waiting=waiting, position=self.position())
+            found.in_flight, found.waiting = stats.in_flight, client.router.waiting + stats.pausing
+            found.silence = Silence(round(outage.seconds, 1), outage.patience, outage.unreachable)
+        return found
 
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""

@@ -186,9 +186,8 @@ class _Run:
         kept = step.checkpoints_local_dir is not None
         taken = TakenLetters(step.checkpoints_root, rank) if kept else None
         corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
-        failures = Failures(
-            step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters, kept, taken, corrected
-        )
+        settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
+        failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:

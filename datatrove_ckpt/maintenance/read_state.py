@@ -220,7 +220,7 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
     finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
     finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
     begun = max((attempt.started for _, attempt in running), default=since)
-    if begun <= since or not finished:
+    if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
         for rank, _ in running:
             rates.add(rank.rates)
         return rates
@@ -418,7 +418,7 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     seconds = recent.window[-1].at - recent.window[0].at if recent.window else 0.0
     if seconds:
         rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
-        rank.rates = recent.rates()
+        rank.rates = Rates() if last.silence.lasts else recent.rates()
     elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
         done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
         for counts, sign in ((done, factor), (before, -factor)):
@@ -426,7 +426,9 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
         rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
     rank.has_rate = seconds >= RATE_SECONDS - 1
-    if recent.is_stuck:
+    if last.silence.lasts:
+        rank.trouble, rank.reason = "stuck", _unanswered(last, now)
+    elif recent.is_stuck:
         rank.trouble, rank.reason = "stuck", _stuck(recent, now)
     elif loop := _barren(rank):
         rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
@@ -466,6 +468,14 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> N
         death = next((event for event in reversed(recent.servers) if event.what == "death" and event.why), None)
         why = f"; one died of: {death.why}" if death is not None else ""
         rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
+
+
+def _unanswered(last: Progress, now: float) -> str:
+    """The same for ranks whose servers went at nearly the same time: they share a line then."""
+    seconds, patience, unreachable = last.silence
+    seconds = max(30.0, min(patience, seconds + now - last.at) // 30 * 30)
+    what = "is unreachable" if unreachable else "gives no answers"
+    return f"no answer for {duration(seconds)}: the server {what}; stops at {patience:g} s (server_patience_seconds)"
 
 
 def _stuck(recent: RecentHistory, now: float) -> str:

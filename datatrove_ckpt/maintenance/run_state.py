@@ -42,7 +42,8 @@ Trouble = Literal[
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
-    stuck         it writes lines, and no document or answer has come for minutes
+    stuck         it writes lines, and no document or answer has come for minutes; or requests fail, and for half a
+                  minute none was answered
     looping       its attempts end again and again, and no document is finished
     restarting    its servers are started again and again
     slow          it is far behind the median of the ranks that run and those that are finished
@@ -261,6 +262,12 @@ class RunState:
         return found
 
     @property
+    def causes(self) -> Counter[str]:
+        """Of the dead letters that are left. The causes of those that a retry has taken are not known."""
+        found = (self.totals.dead_letters, self.retried.dead_letters)
+        return next((causes for causes in found if 0 < causes.total() <= self.together.counts.dead), Counter())
+
+    @property
     def troubled(self) -> list[RankState]:
         """The ranks that need attention, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
@@ -271,6 +278,12 @@ class RunState:
         """Whether a file of the run cannot be used, or is missing."""
         damaged = self.totals.states["damaged"] or self.retried.states["damaged"]
         return bool(damaged or (self.refusal and not self.is_half_resharded))
+
+    @property
+    def is_mostly_dead(self) -> bool:
+        """Whether more than half of the documents are dead letters. Of fewer than 20, that may be bad luck."""
+        done = self.together.done
+        return 2 * done.dead > done.read >= 20
 
     @property
     def is_dealt_anew(self) -> bool:

@@ -26,6 +26,7 @@ from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.formatting import plural
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
@@ -230,8 +231,8 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
         raise ConfigError(
-            f"{path}: nothing has started yet, or not on this node: there is no checkpoint in {local}, which is its "
-            "checkpoints_local_dir."
+            f"{path}: nothing has started yet, or not on this node: of {plural(place.tasks, 'task')}, none has a "
+            f"checkpoint in {local}, its checkpoints_local_dir. A submitted job may wait in its queue."
         )
     return place, None
 

@@ -139,6 +139,15 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, 
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
+def test_the_closing_line_begins_with_it_if_every_document_is_dead(here: Path, command: Command) -> None:
+    with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
+        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
+        line = command("run", "job.yaml").out
+    assert line.startswith("No document was answered: RequestRejected: BadRequestError: HTTP 400: ")
+    assert ". 0 of 3 documents are in 0 files in " in line
+
+
 @pytest.mark.slow
 def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server: FakeServer) -> None:
     """Its ranks have markers, those of the run before."""

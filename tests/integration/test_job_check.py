@@ -81,6 +81,18 @@ def test_markers_without_checkpoints_are_refused(run: Run, loss: Callable[[], No
 
 
 @pytest.mark.slow
+def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run: Run, command: Command) -> None:
+    run()
+    shutil.rmtree("checkpoints/00001")
+    said = command("verify", "job.yaml", code=1)
+    assert "move the output files of task 1 elsewhere, delete completions/00001 in logging_dir, then run." in said
+    for path in Path("output").glob("00001_*"):
+        path.rename(path.name)
+    Path("logs/completions/00001").unlink()
+    assert "12 of 12 documents" in run()
+    command("verify", "job.yaml", "--full")
+
+
 def test_the_markers_of_another_job_are_refused(run: Run) -> None:
     run()
     error = run("--pipeline.1.checkpoints_local_dir=other", "--pipeline.1.output_writer.output_folder=others", code=1)

@@ -359,7 +359,7 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--prompt=Tell {text}", '  prompt: "Say {text}" -> "Tell {text}"\nAll tasks'),
         ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
         ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
-        ("--tasks=2", "Go on with 1 task (--tasks=1), or choose another run_folder"),
+        ("--tasks=2", "Go on with 1 task (datatrove-ckpt run job.yaml --tasks 1), or choose another run_folder"),
         ("--limit=2", "as another run: with a run_folder of its own."),
         ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
         ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
@@ -510,3 +510,34 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
     assert sum(waits) == (pytest.approx(60) if isinstance(error, ConnectionError) else 0)
     assert Far.asked in looks
     assert Path("runs").exists() != isinstance(error, ConnectionError)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
+    short: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A refused document, and a number of tasks that is no longer that of the file."""
+
+    def refuse(payload: dict[str, Any], times: int) -> int | None:
+        return 400 if payload["messages"][-1]["content"] == "Say text 1" else None
+
+    skip = "--skip-bad-requests true" if short else "--pipeline.1.skip_bad_requests=true"
+    accept = "--accept-changes true" if short else "--pipeline.1.accept_changes=true"
+    tasks = "--tasks 2" if short else "--executor.tasks=2"
+    with FakeServer(status=refuse) as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "tasks": 3}))
+        if not short:
+            main(["run", "job.yaml", "--print-config"])
+            Path("job.yaml").write_text(capfd.readouterr().out)
+        assert main(["run", "job.yaml"]) == 1
+        said = capfd.readouterr().err
+        assert f"as a dead letter, add {skip} to the command. " in said
+        command = "datatrove-ckpt run job.yaml"
+        assert f"The whole command: {command} {accept}\nor: {command} {skip}\n" in said
+        assert main(["reshard", "job.yaml", "--tasks", "2"]) == 0
+        capfd.readouterr()
+        assert main(["run", "job.yaml"]) == 1
+        said = capfd.readouterr().err
+        assert f"Go on with 2 tasks ({command} {tasks}), or choose another" in said
+        assert said.index(f"{command} {tasks}") < said.index("datatrove-ckpt reshard job.yaml --tasks 3")
+        assert main(["run", "job.yaml", *tasks.split(), *skip.split()]) == 0

@@ -29,7 +29,7 @@ from tests.commands import Command, Printed
 from tests.jobs import documents, runner
 from tests.mirrors import Killed
 from tests.ptys import Terminal, on_terminal
-from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
+from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 Said = Callable[..., Printed]
@@ -107,7 +107,7 @@ def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_pat
         dealt_anew(tmp_path / f"{begun}", begun)
         text = said(tmp_path / f"{begun}")
         assert share in text
-        assert "To resume: the command that started it, with --executor.tasks=3" in text
+        assert ": the command that started it, with --executor.tasks=3" in text
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert "  missing    not started: 2-9\n" in text
     assert "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while" in text
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
-    assert "Nothing runs, and the run is not finished. To resume: the command that started it" in text
+    assert "The run is between two tasks, or has just ended." in text
     found = json.loads(said(tmp_path, "--json"))
     validate(found)
     assert (found["not_started"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
@@ -179,8 +179,30 @@ def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_aft
     assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), "nothing is cut"
 
 
-def test_tasks_that_have_not_started_are_no_reason_to_run_the_command_again(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, 0, chunks=1, finished=True, tasks=10)
+@pytest.mark.parametrize(("dead", "is_said"), [(11, True), (10, False)])
+def test_documents_that_are_dead_for_the_most_part_need_attention(
+    tmp_path: Path, said: Said, dead: int, is_said: bool
+) -> None:
+    letters = [("str", f"HTTP 404: no model {number}") for number in range(dead)]
+    write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
+    text = said(tmp_path)
+    found = "More than half of the documents are dead letters, most often HTTP 404: no model #. Correct" in text
+    assert (found, "No rank needs attention." in text) == (is_said, not is_said)
+
+
+def test_tasks_that_have_not_started_are_no_reason_to_run_the_command_again(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    write_rank(tmp_path, 1, [start(now - 99), minute(now - 99, 0), stopped(now - 60)], tasks=10)
+    write_rank(tmp_path, 0, [start(now - 9), minute(now - 1, 10), done(now - 1)], chunks=1, finished=True, tasks=10)
+    between = "The run is between two tasks, or has just ended. To resume it if it has ended: the command that"
+    assert said(tmp_path).splitlines()[-1].startswith(between)
+    write_rank(tmp_path, 2, [start(now - 9), minute(now - 9, 0), stopped(now + 5)], tasks=10)
+    assert between not in said(tmp_path), "the last that was heard of it is a stop"
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / f"{number:05d}")
+    monkeypatch.setattr("datatrove_ckpt.cli.status._BETWEEN_SECONDS", 0.0)
     assert said(tmp_path).splitlines()[-1].startswith("Nothing runs at the moment. Of the ranks that have not started,")
 
 

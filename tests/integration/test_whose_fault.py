@@ -134,7 +134,6 @@ def test_a_prompt_that_is_too_long_names_the_ways_out(
             runner(tmp_path, server).run(documents(1))
     message = str(stopped.value)
     assert body.split(chr(34))[0] in message
-    assert 'on_document_error="dead_letter"' in message
     assert "skip_bad_requests=True" in message
     assert ("ChunkedRollout" in message) == (body in TOO_LONG)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
@@ -17,11 +19,12 @@ from datatrove_ckpt.checkpoint.history_records import (
     Progress,
     Record,
     ServerEvent,
+    Silence,
     Spread,
     Start,
     WorkCounts,
 )
-from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.lines import seal, unseal
 from tests.histories import History, progress, read_history
 from tests.rank_folders import failed
 
@@ -73,6 +76,14 @@ def test_values_of_other_types_are_no_record(tmp_path: Path, bad: bytes) -> None
     body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad  # the last of two equal keys counts
     (tmp_path / "history.jsonl").write_bytes(seal(body))
     assert read_history(tmp_path / "history.jsonl").records == []
+
+
+def test_lines_of_older_versions_have_no_silence(tmp_path: Path) -> None:
+    path = written(tmp_path / "history.jsonl", [progress(at=1.0)])
+    line = orjson.loads(unseal(path.read_bytes()))
+    del line["out"]
+    path.write_bytes(seal(orjson.dumps(line)))
+    assert read_history(path).last == replace(progress(at=1.0), silence=Silence())
 
 
 def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files, layout, ledger
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent
+from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silence
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance import read_state
@@ -179,6 +179,25 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> 
     starting = read_one(tmp_path, T + 11 * MIN).reason
     assert died == "no answer and no document for 10 min: its server died (exit code 1)"
     assert starting == "no answer and no document for 10 min: its server is starting again since 8 min"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(29.0, None), (30.0, "30 s"), (215.0, "4 min"), (590.0, "10 min")])
+def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
+    tmp_path: Path, hold: Hold, seconds: float, said: str | None
+) -> None:
+    for number in range(2):  # they have lost the server at nearly the same time
+        silence = Silence(seconds + number, 600.0, True)
+        lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+    history = [start(T, host=HERE), *minutes(T, 2, 60, 120), done(T + 2 * MIN)]
+    write_rank(tmp_path, 2, history=history, chunks=1, per_chunk=120, finished=True)
+    state = read(tmp_path, T + 3 * MIN + 10 + (30 if seconds > 30 else 0))
+    ends = "the server is unreachable; stops at 600 s (server_patience_seconds)"
+    reason = f"no answer for {said}: {ends}" if said else ""
+    assert {(rank.trouble, rank.reason) for rank in state.ranks[:1]} == {("stuck" if said else None, reason)}
+    assert state.ranks[1].reason in (reason, f"no answer for 30 s: {ends}")
+    assert bool(state.totals.rates.documents) == bool(state.totals.time_left) == (said is None)
+    assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
 
 
 def crashes(number: int, gained: int = 0) -> list[Record]:

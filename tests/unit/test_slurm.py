@@ -127,7 +127,8 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     assert said.startswith("Submitted job 7 for 100 of 100 tasks. ")
     for part in (
         f"Logs: {login_node}/slurm_run/logs/slurm and {login_node}/slurm_run/logs/logs.",
-        "squeue -j 7; datatrove-ckpt status slurm_run/checkpoints.",
+        f"squeue -j 7; datatrove-ckpt status {CONFIG} ",
+        "Job 8 merges statistics after it; if a task fails, end it: scancel 8. When job 7 has ended, ",
         f"the same command submits the tasks that are not complete: datatrove-ckpt run {CONFIG} ",
     ):
         assert part in said
@@ -193,7 +194,7 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
         assert run("--executor.tasks=5", *options) == 1
         printed = capsys.readouterr()
         assert "tasks: 3 -> 5" in printed.err
-        assert "Go on with 3 tasks (--executor.tasks=3)" in printed.err
+        assert "Go on with 3 tasks (datatrove-ckpt run " in printed.err
         assert "CONFIG" not in printed.err
         assert "--array" not in printed.out
     shutil.rmtree("slurm_run/checkpoints")

@@ -75,7 +75,8 @@ _METRICS = {
     "documents_in_progress": Metric("gauge", "Documents that rollouts work on now."),
     "requests_total": Metric("counter", "Requests of this attempt that ended at a server.", ("outcome",)),
     "requests_in_flight": Metric("gauge", "Requests that servers work on now."),
-    "requests_waiting": Metric("gauge", "Requests that wait for a server or a free slot now."),
+    "requests_waiting": Metric("gauge", "Requests that wait for a server, a free slot or their next attempt now."),
+    "unanswered_seconds": Metric("gauge", "For so long servers have answered no request, although some failed."),
     "request_attempts_total": Metric("counter", "Times that a request was sent to a server in this attempt."),
     "request_retries_total": Metric(
         "counter", "Requests sent again in this attempt: after an error, or because their server was lost.", ("cause",)
@@ -149,6 +150,7 @@ class RankNow:
             "requests_total": {("answered",): own.requests - own.failed, ("failed",): own.failed},
             "requests_in_flight": total.in_flight,
             "requests_waiting": total.waiting,
+            "unanswered_seconds": total.silence.seconds,
             "request_attempts_total": own.sent,
             "request_retries_total": {("error",): own.retries, ("server_lost",): own.resent},
             "request_errors_total": {(kind,): count for kind, count in own.errors.items()},

@@ -107,6 +107,7 @@ class ClientStats:
         answers: completions received.
         without_reason: those of them that had no finish_reason.
         in_flight: attempts under way now.
+        pausing: requests that wait for their next attempt now.
         cancelled: attempts that their rollout, or the end of the event loop, has cut off.
         errors: attempts without an answer, by kind.
     """
@@ -117,6 +118,7 @@ class ClientStats:
     answers: int = 0
     without_reason: int = 0
     in_flight: int = 0
+    pausing: int = 0
     cancelled: int = 0
     errors: Counter[str] = field(default_factory=Counter, compare=False)
 
@@ -135,12 +137,14 @@ class Outage:
 
     Attributes:
         answers: how many requests were answered.
+        unreachable: whether the last failure says that no server can be reached.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float]) -> None:
         self.patience = patience
         self.clock = clock
         self.answers = 0
+        self.unreachable = False
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -149,7 +153,7 @@ class Outage:
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                logger.info(f"Requests are answered again, after {self.clock() - self._since:.0f} s.")
+                logger.info(f"Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
@@ -161,10 +165,10 @@ class Outage:
         Raises:
             ServerUnavailable: no request was answered for ``patience`` seconds.
         """
-        now = self.clock()
+        self.unreachable = failure.unreachable
         if self._since is None:
-            self._since = now
-        waited = now - self._since
+            self._since = self.clock()
+        waited = self.seconds
         if failure.server_is_limited and waited >= _WORKS and oldest() >= _WORKS:
             return
         if waited >= self.patience:
@@ -179,20 +183,24 @@ class Outage:
         """Logs that the run waits, if it is time for that."""
         if self._since is not None and self.next_line() <= 0:
             self._said_at = self.clock()
-            waited = self._said_at - self._since
-            logger.warning(waiting(str(failure), failure.unreachable, waited, self.patience))
+            logger.warning(waiting(str(failure), failure.unreachable, self.seconds, self.patience))
 
     def next_line(self) -> float:
         """Seconds until the next line is due; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         if self._said_at is None:
-            return _SAY_AFTER - (self.clock() - self._since)
+            return _SAY_AFTER - self.seconds
         return _SAY_AGAIN - (self.clock() - self._said_at)
 
     def left(self) -> float:
         """Seconds until the patience ends, below 0 afterwards; infinite while requests are answered."""
-        return math.inf if self._since is None else self.patience - (self.clock() - self._since)
+        return math.inf if self._since is None else self.patience - self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """For so long no request was answered, although some failed; 0 while requests are answered."""
+        return 0.0 if self._since is None else self.clock() - self._since
 
 
 def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> str:
@@ -369,7 +377,11 @@ class CompletionClient:
             finally:
                 self.router.release(target)
             self.stats.retries += 1
-            await self._wait(delay, failure)
+            self.stats.pausing += 1
+            try:
+                await self._wait(delay, failure)
+            finally:
+                self.stats.pausing -= 1
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
         """Seconds until the next attempt.

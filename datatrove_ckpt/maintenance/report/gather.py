@@ -133,9 +133,13 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
 
 
 def figures(run: RunState) -> Iterator[Figure]:
-    """The figures of a run, its retries of dead letters left out."""
-    totals, work = run.totals, run.totals.work
-    done, runs = totals.done, bool(totals.states["running"])
+    """The figures of a run with its retries of dead letters, as ``status`` has them: each document counts once."""
+    totals = run.together
+    work, done, runs = totals.work, totals.done, bool(totals.states["running"])
+
+    def summed(key: str) -> str:
+        return f"totals.{key} + retried.{key}" if run.retries else f"totals.{key}"
+
     share = totals.position.share
     note = "of an input of unknown size" if share is None else f"{percent(share)} of the input"
     note += ", estimated" if share is not None and totals.total_is_estimated else ""
@@ -149,25 +153,25 @@ def figures(run: RunState) -> Iterator[Figure]:
     note = f"{done.requests / totals.documents:.2f} per document" if totals.documents else ""
     yield Figure(_both("requests"), "Requests", done.requests, short(done.requests), note)
     note = f"{percent(work.cached / done.requests) if done.requests else '0 %'} of all answers"
-    yield Figure("totals.work.cached", "From the cache", work.cached, short(work.cached), note)
+    yield Figure(summed("work.cached"), "From the cache", work.cached, short(work.cached), note)
     note, tone = plural(work.restarts, "server restart"), _warning(work.restarts)
-    yield Figure("totals.work.retries", "Retries", work.retries, short(work.retries), note, tone)
+    yield Figure(summed("work.retries"), "Retries", work.retries, short(work.retries), note, tone)
     text, note = short(done.cut_off), f"{short(done.empty)} empty, of {short(done.answers)} answers"
     if done.read and not done.answers:  # an earlier release did not note it
         text, note = "not known", ""
     yield Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, _warning(done.cut_off + done.empty))
     lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
     text, note = short(lost), "in flight at the last lines of attempts that were killed"
-    yield Figure("totals.work.lost_in_flight", "Sent again", lost, "not known" if silent and not lost else text, note)
+    yield Figure(summed("work.lost_in_flight"), "Sent again", lost, "not known" if silent and not lost else text, note)
     note = f"{silent or 'none'} {NO_WORD}"
-    yield Figure("totals.attempts", "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
-    dead = run.together.counts.dead
-    note = plural(len(totals.dead_letters), "cause") if dead else "every document was processed"
+    yield Figure(summed("attempts"), "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
+    dead, causes = totals.counts.dead, len(run.causes)
+    note = "every document was processed" if not dead else plural(causes, "cause") if causes else "causes not known"
     note += f"; {figure(run.retried.counts.written)} written by retries" if run.retries else ""
     yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, _warning(dead))
-    parts = [f"{count} {state}" for state, count in totals.states.most_common()]
+    parts = [f"{count} {state}" for state, count in run.totals.states.most_common()]
     parts += [f"{totals.not_started} not started"] if totals.not_started else []
-    tone = "critical" if any(totals.states[state] for state in ("failed", "damaged", "lost")) else ""
+    tone = "critical" if any(run.totals.states[state] for state in ("failed", "damaged", "lost")) else ""
     number = max(run.tasks, len(run.ranks))
     yield Figure("totals.tasks", "Ranks", run.tasks or None, figure(number), ", ".join(parts), tone)
 
@@ -178,7 +182,7 @@ def _warning(number: int) -> Tone:
 
 def _both(key: str) -> str:
     """Of documents that are done, committed or not. That is exact, however many attempts were killed."""
-    return f"totals.committed.{key} + totals.unfinished.{key}"
+    return f"delivered.{key} + totals.unfinished.{key}"
 
 
 def _rate(totals: Totals, runs: bool) -> Figure:
@@ -284,7 +288,7 @@ def _tables(
     run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption], config: Mapping[str, object]
 ) -> Iterator[Table]:
     yield _interruptions(together(found))
-    causes = run.totals.dead_letters
+    causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))

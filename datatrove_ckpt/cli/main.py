@@ -613,22 +613,3 @@ def schema() -> None:
       0  the schema is printed
       2  a mistake on the command line
     """
-
-
-_SHELLS = ("bash", "zsh", "fish", "tcsh")
-
-
-@_command("completion", _argument("SHELL", f"one of {', '.join(_SHELLS)}", choices=_SHELLS))
-def completion() -> None:
-    """Print a script that lets a shell complete this command.
-
-    examples:
-      datatrove-ckpt completion bash > datatrove-ckpt.bash
-
-    bash: source the script in ~/.bashrc. zsh: save it as _datatrove-ckpt in a folder of $fpath. fish: save it as
-    ~/.config/fish/completions/datatrove-ckpt.fish. Write it again after an upgrade.
-
-    exit codes:
-      0  the script is printed
-      2  a mistake on the command line, or shtab is not installed: pip install 'datatrove-ckpt[completion]'
-    """

@@ -350,7 +350,7 @@ CODES = {
         "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
         "report job.yaml -o -; relocate missing --output output; fork missing job.yaml; reshard job.yaml --tasks 3; "
         "plan job.yaml; plan job.yaml --mtbf 6; migrate job.yaml --from missing; doctor missing.yaml; schema; "
-        "completion bash; completion dos; --version; --help"
+        "--version; --help"
     ),
     DONE: (
         "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "

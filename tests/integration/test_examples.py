@@ -352,8 +352,6 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
     ("schema", "0"): (_nothing, "schema"),
     ("schema", "2"): (_nothing, "schema job.yaml"),
-    ("completion", "0"): (_nothing, "completion zsh"),
-    ("completion", "2"): (_nothing, "completion sh"),
 }
 
 

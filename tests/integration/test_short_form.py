@@ -359,7 +359,7 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--prompt=Tell {text}", '  prompt: "Say {text}" -> "Tell {text}"\nAll tasks'),
         ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
         ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
-        ("--tasks=2", "Go on with 1 task (datatrove-ckpt run job.yaml --tasks 1), or choose another run_folder"),
+        ("--tasks=2", "any more. Go on with 1 task ("),
         ("--limit=2", "as another run: with a run_folder of its own."),
         ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
         ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),

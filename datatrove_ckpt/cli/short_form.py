@@ -184,7 +184,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     for other in ("generation_params", "default_generation_params"):
         sampling = content.get(other)
         for name in answer.keys() & (sampling if isinstance(sampling, dict) else {}):
-            raise ConfigError(f"{source}: {name}: is in {other}, too. Give it once.")
+            raise ConfigError(f'{source}: {name}: is in "{other}", too. Give it once.')
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
     runner |= {

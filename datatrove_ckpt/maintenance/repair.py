@@ -263,8 +263,10 @@ def check_output_folder(report: Report) -> None:
     """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
 
     Raises:
-        ConfigError: ``run.json`` names another output folder, which exists, and is no other run's.
+        ConfigError: it is another run's; or ``run.json`` names another one, which exists, and is no other run's.
     """
+    if other := other_run(report.checkpoints, report.output):
+        raise ConfigError(f"--output: {report.output} belongs to the run in {other}. Nothing was changed.")
     for recorded in sorted(recorded_folders(report)):
         if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
             raise ConfigError(

@@ -165,6 +165,7 @@ def test_output_of_the_run_that_took_the_place_of_a_renamed_one_is_not_read_and_
     said = f"the output of old is gone: {here}/x/output belongs to {here}/x. Bring it back, or name it with --output."
     for word in ("repair", "verify", "show"):
         assert command(word, "old", code=2).error == f"error: {said}"
+    assert "x/output belongs to the run in x." in command("repair", "old", "--output", "x/output", code=2).error
     assert outputs(Path("x")) == kept
     command("verify", "old", "--output", "results")
     next(Path("results").iterdir()).unlink()

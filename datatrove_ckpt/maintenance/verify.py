@@ -134,8 +134,8 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
     """The run folder whose output ``run.json`` names, if it is another run's: this one was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
-    is_run = _is_in_run_folder(checkpoints, recorded) and any(there.glob(f"[0-9]*/{RUN}"))
-    return there.parent if is_run and not there.samefile(checkpoints) else None
+    is_other = _is_in_run_folder(checkpoints, recorded) and there.is_dir() and not there.samefile(checkpoints)
+    return there.parent if is_other and any(there.glob(f"[0-9]*/{RUN}")) else None
 
 
 def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:

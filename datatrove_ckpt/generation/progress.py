@@ -146,10 +146,9 @@ class RankReporter:
             try:
                 while True:
                     report(self._rank, self.now())
-                    progress = self.progress()
-                    if progress.silence.lasts != was_silent:
-                        was_silent = progress.silence.lasts
-                        self._checkpoint.note(progress)
+                    if self._silence().lasts != was_silent:
+                        was_silent = not was_silent
+                        self._checkpoint.note(self.progress())
                     await asyncio.sleep(every)
             finally:
                 report(self._rank, self.now())
@@ -204,12 +203,16 @@ class RankReporter:
         own = replace(self.own, errors=dict(self.own.errors))
         found = history_records.Progress(own=own, position=self.position())
         if (client := self.client) is not None:
-            stats, outage = client.stats, client.outage
+            stats = client.stats
             own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
             own.errors = {**stats.errors}
             found.in_flight, found.waiting = stats.in_flight, client.router.waiting + stats.pausing
-            found.silence = Silence(round(outage.seconds, 1), outage.patience, outage.unreachable)
+            found.silence = self._silence()
         return found
+
+    def _silence(self) -> Silence:
+        outage = self.client.outage if self.client is not None else None
+        return Silence(round(outage.seconds, 1), outage.patience, outage.unreachable) if outage else Silence()
 
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""

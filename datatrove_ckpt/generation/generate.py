@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVarTuple
 
 import orjson
 import xxhash
-from datatrove.pipeline.inference.types import InferenceError, InferenceResult
+from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
-from datatrove_ckpt.output.documents import trim
+from datatrove_ckpt.output.documents import Result, WholeResult, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
@@ -116,7 +116,7 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._occurrences: dict[str, int] = {}
 
-    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
+    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
         wrong = ""
         if type(payload) is not dict and not isinstance(payload, Mapping):
@@ -130,7 +130,7 @@ class Requests:
             raise error
         return self._answered(payload)
 
-    async def _answered(self, payload: Payload) -> InferenceResult:
+    async def _answered(self, payload: Payload) -> Result:
         """Returns the cached answer, or sends the payload.
 
         Raises:
@@ -178,7 +178,7 @@ class Requests:
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
-    async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
+    async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> Result:
         rank = self._rank
         try:
             self._answers.request_started()
@@ -203,9 +203,10 @@ class Requests:
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         rank.observer.answered(completion)
-        if self._keep(key, Answer(_to_json(completion), None)):
+        fields = _fields(completion)
+        if self._keep(key, Answer(trim(orjson.dumps(fields)), None)):
             await rank.wait_for_storage()
-        return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+        return _result(fields)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
@@ -277,7 +278,7 @@ def _failed(error: Exception, payload: Payload) -> InferenceError:
     return failed
 
 
-def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
+def _from_cache(answer: Answer, accepts_null: bool) -> Result | None:
     """The cached answer; None if it must be requested again.
 
     Args:
@@ -287,7 +288,7 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
         RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
-        result = InferenceResult(**orjson.loads(answer.result))
+        result = _result(orjson.loads(answer.result))
         return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
@@ -295,14 +296,25 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
     raise RequestRejected(int(status), body, remembered=True)
 
 
-def _to_json(completion: Completion) -> bytes:
-    fields = {
+def _fields(completion: Completion) -> dict[str, Any]:
+    """What is kept of an answer: JSON values."""
+    fields: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
         "reasoning": completion.reasoning,
     }
-    return trim(orjson.dumps(fields))
+    if completion.tool_calls or completion.logprobs or completion.choices:
+        fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
+    return {**fields, "response_id": completion.response_id, "model": completion.model}
+
+
+def _result(fields: dict[str, Any]) -> Result:
+    """``fields``: as kept; of earlier versions, datatrove's alone."""
+    response_id, model = fields.pop("response_id", ""), fields.pop("model", "")
+    result = (WholeResult if "tool_calls" in fields else Result)(**fields)
+    result.response_id, result.model = response_id, model
+    return result
 
 
 def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:

@@ -18,13 +18,25 @@ if TYPE_CHECKING:  # datatrove has no types
         metadata: dict[str, Any]
 
     class InferenceResult(Protocol):
-        """What ``generate`` returns: datatrove's InferenceResult. ``usage``: numbers of tokens, as the server says."""
+        """What ``generate`` returns: datatrove's InferenceResult, and what else the server gave.
+
+        Attributes:
+            usage: numbers of tokens, as the server says.
+            tool_calls, logprobs: of the first choice, as the server sent them.
+            choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs; else empty.
+            response_id, model: as the server sent them. The output has them only if the rollout puts them there.
+        """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
         reasoning: str | None
         finish_reason: str
         usage: dict[str, Any]
+        tool_calls: Sequence[Any]
+        logprobs: dict[str, Any] | None
+        choices: Sequence[dict[str, Any]]
+        response_id: str
+        model: str
 
 else:
     from datatrove.data import Document

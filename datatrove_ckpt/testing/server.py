@@ -43,6 +43,10 @@ class FakeServer:
         """``finish_reason`` of each answer."""
         self.usage: Payload | None = None
         """``usage`` of each answer. None: counts of words."""
+        self.message: Payload = {}
+        """What each answer's message has beside its content, such as tool calls."""
+        self.logprobs: Payload | None = None
+        """``logprobs`` of each choice."""
         self._answer = answer or _answer_to
         self._status = status
         self._delay = delay
@@ -109,9 +113,12 @@ class FakeServer:
             return web.json_response({"error": {"message": f"{self.error} with {status}"}}, status=status)
         text = self._answer(payload, times)
         choice: Payload = {"index": 0, "finish_reason": self.finish_reason}
-        choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
+        message = {"role": "assistant", "content": text, **self.message}
+        choice |= {"message": message} if "messages" in payload else {"text": text}
+        choice |= {"logprobs": self.logprobs} if self.logprobs else {}
+        choices = [{**choice, "index": index} for index in range(payload.get("n", 1))]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        body = orjson.dumps({"id": "fake", "choices": [choice], "usage": self.usage or usage})
+        body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")
 
 

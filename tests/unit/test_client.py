@@ -201,6 +201,8 @@ TEXTS: list[tuple[Any, Any]] = [
     ([{"type": "refusal", "refusal": "no"}], [{"type": "refusal", "refusal": "no"}]),
 ]
 INDEXED = [{"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)]
+EMPTY: dict[str, Any] = {"finish_reason": "stop", "reasoning": "", "tool_calls": [], "logprobs": None}
+CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
 
 
@@ -216,7 +218,7 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
         *((chat(content), {}, replace(HI, text=text)) for content, text in TEXTS),
         (chat(finish_reason="eos_token"), {}, replace(HI, finish_reason="eos_token")),
         (b'{"error": null, ' + chat()[1:], {}, HI),
-        (choices(*INDEXED), {}, Completion("choice 0", "stop", {})),
+        (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
         (choices(INDEXED[0]), {}, Completion("choice 2", "stop", {})),
         (choices({"text": "hello", "finish_reason": "stop"}), {"use_chat": False}, Completion("hello", "stop", {})),
         (choices({"message": {"content": "hi"}}), NULL_ACCEPTED, Completion("hi", None, {})),

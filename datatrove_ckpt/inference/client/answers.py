@@ -8,6 +8,7 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -43,6 +44,9 @@ class Completion:
             ``client.py``.
         usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
         reasoning: empty if the server does not separate it from the text.
+        tool_calls, logprobs: as the server sent them.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is only one.
+        response_id, model: what the server says; empty if it says nothing.
         seconds: from sending the request to this answer.
     """
 
@@ -50,6 +54,11 @@ class Completion:
     finish_reason: str | None
     usage: JsonObject
     reasoning: str = ""
+    tool_calls: list[object] = field(default_factory=list)
+    logprobs: JsonObject | None = None
+    choices: list[JsonObject] = field(default_factory=list)
+    response_id: str = ""
+    model: str = ""
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -110,15 +119,7 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     Raises:
         RetryableError: it is no finished completion.
     """
-    choice, usage = _first_choice(raw, redact)
-    message = choice.get("message")
-    if not isinstance(message, dict):
-        raise RetryableError("the answer's choice has no message")
-    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    content = message.get("content") or ""
-    if type(content) is list or type(reasoning) is list:
-        content, reasoning = _joined(content), _joined(reasoning)
-    return _completion(content, choice, usage, reasoning)
+    return _completion(raw, redact, _read_message)
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
@@ -127,13 +128,47 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completi
     Raises:
         RetryableError: it is no finished completion.
     """
-    choice, usage = _first_choice(raw, redact)
+    return _completion(raw, redact, _read_text)
+
+
+def _read_message(choice: JsonObject) -> tuple[object, object, object]:
+    """Text, reasoning and tool calls of a choice."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise RetryableError("the answer's choice has no message")
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    content = message.get("content") or ""
+    if type(content) is list or type(reasoning) is list:
+        content, reasoning = _joined(content), _joined(reasoning)
+    return content, reasoning, message.get("tool_calls")
+
+
+def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
-    return _completion(choice["text"] or "", choice, usage, "")
+    return choice["text"] or "", "", None
 
 
-def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
+def _completion(
+    raw: bytes, redact: Callable[[str], str], read: Callable[[JsonObject], tuple[object, object, object]]
+) -> Completion:
+    answer, choices = _choices(raw, redact)
+    usage = answer.get("usage")
+    usage = _clean_usage(usage) if isinstance(usage, dict) else {}
+    all_read = [_choice(choice, usage, *read(choice)) for choice in choices]
+    completion = all_read[0]
+    if len(choices) > 1:
+        completion.choices = [
+            {name: getattr(each, name) for name in ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")}
+            for each in all_read
+        ]
+    response_id, model = answer.get("id"), answer.get("model")
+    completion.response_id = response_id if isinstance(response_id, str) else ""
+    completion.model = model if isinstance(model, str) else ""
+    return completion
+
+
+def _choice(choice: JsonObject, usage: JsonObject, text: object, reasoning: object, tool_calls: object) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
@@ -141,7 +176,12 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    return Completion(text, reason, usage, reasoning)
+    completion = Completion(text, reason, usage, reasoning)
+    if tool_calls and isinstance(tool_calls, list):
+        completion.tool_calls = tool_calls
+    if (logprobs := choice.get("logprobs")) and isinstance(logprobs, dict):
+        completion.logprobs = logprobs
+    return completion
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -188,8 +228,8 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
     return cleaned
 
 
-def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:
-    """The answer's choice with index 0, or the first if none has that index, and its token counts."""
+def _choices(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, list[JsonObject]]:
+    """The answer, and its choices in the order of their indices; those without one come last."""
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
@@ -207,13 +247,17 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
-    choice = choices[0]
-    if choice.get("index") != 0:
-        choice = next((other for other in choices if isinstance(other, dict) and other.get("index") == 0), choice)
-    if choice.get("error"):
-        _refuse_error("the answer's choice", choice["error"], redact)
-    usage = answer.get("usage")
-    return choice, _clean_usage(usage) if isinstance(usage, dict) else {}
+    if len(choices) > 1:
+        choices = sorted((one for one in choices if isinstance(one, dict)), key=_index)
+    for choice in choices:
+        if choice.get("error"):
+            _refuse_error("the answer's choice", choice["error"], redact)
+    return answer, choices
+
+
+def _index(choice: JsonObject) -> float:
+    index = choice.get("index")
+    return index if isinstance(index, int) else math.inf
 
 
 def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> NoReturn:

@@ -1,0 +1,80 @@
+"""What an answer has beside its text: paid for once, kept through kills, written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt import InferenceResult
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, documents, rows, runner
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+QUESTION = {"n": 2, "logprobs": True}
+
+
+@pytest.fixture
+def whole(server: FakeServer) -> FakeServer:
+    server.message, server.logprobs = {"tool_calls": [CALL]}, LOGPROBS
+    return server
+
+
+async def ask_whole(document: Document, generate: Any) -> object:
+    result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
+    assert result.response_id == "fake"
+    assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
+    assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
+    return await generate({"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION})
+
+
+def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole: FakeServer, tmp_path: Path) -> None:
+    runner(tmp_path / "other", whole, ask_whole).run(documents(3))
+    asked = whole.asked.copy()
+    budget = Budget()
+    whole._status = budget
+    for left in (1, 3, 99):
+        budget.left = left
+        step = runner(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
+        if left == 99:
+            step.run(documents(3))
+        else:
+            with pytest.raises(CkptError):
+                step.run(documents(3))
+    assert rows(tmp_path) == rows(tmp_path / "other")
+    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert list(result)[:4] == ["text", "finish_reason", "usage", "reasoning"]
+    assert result["tool_calls"] == [CALL]
+    assert result["logprobs"] == LOGPROBS
+    assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
+    assert "response_id" not in result
+    repeated = whole.asked - asked
+    assert sum(repeated.values()) == 6 + 2  # two were refused
+
+
+def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> InferenceResult:
+        result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}]})
+        assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == ("fake", (), (), None)
+        return result
+
+    runner(tmp_path, server, ask).run(documents(2))
+    for row in rows(tmp_path):
+        (result,) = row["metadata"]["rollout_results"]
+        assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
+
+
+def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(3))
+    table = pyarrow.parquet.read_table(tmp_path / "output")
+    (result,) = table.to_pylist()[0]["metadata"]["rollout_results"]
+    assert result["tool_calls"] == [CALL]
+    assert [choice["finish_reason"] for choice in result["choices"]] == ["stop", "stop"]

@@ -32,10 +32,10 @@ from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
-from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
-from datatrove_ckpt.output.documents import Result, WholeResult, trim
+from datatrove_ckpt.output.documents import Result, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
@@ -48,6 +48,8 @@ _Arguments = TypeVarTuple("_Arguments")
 _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
+_GENERATING = (CHAT, COMPLETIONS)
+_WAY = "$way"  # in what is hashed; never sent
 
 
 class RankContext(Protocol):
@@ -114,23 +116,29 @@ class Requests:
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
+        self._usual = CHAT if rank.config.use_chat else COMPLETIONS
         self._occurrences: dict[str, int] = {}
 
-    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, Result]:
+    def __call__(self, payload: Payload, /, *, path: str | None = None) -> Coroutine[Any, Any, Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
-        wrong = ""
+        wrong, way = "", self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
         elif payload.get("stream"):
             wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
+        elif path is not None:
+            try:
+                way = way_to(path)
+            except ValueError as problem:
+                wrong = str(problem)
         if wrong and not self._rank.shutdown.aborted:
             error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
             self._rank.shutdown.abort(error)
             raise error
-        return self._answered(payload)
+        return self._answered(payload, way)
 
-    async def _answered(self, payload: Payload) -> Result:
+    async def _answered(self, payload: Payload, way: Way) -> Result:
         """Returns the cached answer, or sends the payload.
 
         Raises:
@@ -140,19 +148,20 @@ class Requests:
         if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
-        config = self._rank.config
+        config, generates = self._rank.config, way in _GENERATING
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
         payload = {**payload, "model": config.model_name_or_path}
-        for name, value in config.default_generation_params.items():
-            payload.setdefault(name, value)
-        warn_of_unknown(payload)
-        digest = _digest(payload)
+        if generates:
+            for name, value in config.default_generation_params.items():
+                payload.setdefault(name, value)
+            warn_of_unknown(payload)
+        digest = self._digest(payload, way)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences.get(digest, 0))
         self._occurrences[digest] = key.occurrence + 1
-        if config.seed is not None and "seed" not in payload:
+        if config.seed is not None and generates and "seed" not in payload:
             slot = self._answers.slot
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
-            key = key._replace(payload_hash=_digest(payload))
+            key = key._replace(payload_hash=self._digest(payload, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
         body = trim(orjson.dumps(payload, option=_PAYLOAD))
         self.last_hash, self.last_payload = key.payload_hash, payload
@@ -160,10 +169,10 @@ class Requests:
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:
-                result = await self._send(key, body, payload)
+                result = await self._send(key, body, payload, way)
             else:
                 self._rank.observer.own.cached += 1
-            if config.accept_null_finish_reason and result.finish_reason:
+            if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
             self.failed += 1
@@ -174,17 +183,17 @@ class Requests:
             raise
         usage, text, reason = result.usage, result.text, result.finish_reason
         self.cut_off += reason == "length"
-        self.empty += reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
+        self.empty += generates and reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
-    async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> Result:
+    async def _send(self, key: AnswerKey, body: bytes, payload: Payload, way: Way) -> Result:
         rank = self._rank
         try:
             self._answers.request_started()
             try:
-                client = rank.client
-                completion = await (client.result() if client.done() else await asyncio.shield(client)).complete(body)
+                client = rank.client.result() if rank.client.done() else await asyncio.shield(rank.client)
+                completion = await client.complete(body, way)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
@@ -207,6 +216,10 @@ class Requests:
         if self._keep(key, Answer(trim(orjson.dumps(fields)), None)):
             await rank.wait_for_storage()
         return _result(fields)
+
+    def _digest(self, payload: Payload, way: Way) -> str:
+        """The same for equal payloads of one way. Those of the usual way have the hash of the payload alone."""
+        return _digest(payload if way is self._usual else {**payload, _WAY: way.name})
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
@@ -304,7 +317,9 @@ def _fields(completion: Completion) -> dict[str, Any]:
         "usage": completion.usage,
         "reasoning": completion.reasoning,
     }
-    if completion.tool_calls or completion.logprobs or completion.choices:
+    if completion.answer is not None:
+        fields["answer"] = completion.answer
+    elif completion.tool_calls or completion.logprobs or completion.choices:
         fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
     return {**fields, "response_id": completion.response_id, "model": completion.model}
 
@@ -312,7 +327,7 @@ def _fields(completion: Completion) -> dict[str, Any]:
 def _result(fields: dict[str, Any]) -> Result:
     """``fields``: as kept; of earlier versions, datatrove's alone."""
     response_id, model = fields.pop("response_id", ""), fields.pop("model", "")
-    result = (WholeResult if "tool_calls" in fields else Result)(**fields)
+    result: Result = result_of(fields, Result)
     result.response_id, result.model = response_id, model
     return result
 

@@ -53,6 +53,7 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     tool_calls: Sequence[Any] = ()
     logprobs: dict[str, Any] | None = None
     choices: Sequence[dict[str, Any]] = ()
+    answer: dict[str, Any] | None = None
     response_id = model = ""
 
 
@@ -65,16 +66,23 @@ class WholeResult(Result):
     choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-RESULTS = frozenset({InferenceResult, Result, WholeResult})
+@dataclasses.dataclass
+class PathResult(Result):
+    """The answer of a path that is no completion. It is written beside an empty text."""
+
+    answer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def result_of(fields: dict[str, Any]) -> InferenceResult:
-    """The result that has these fields.
+RESULTS = frozenset({InferenceResult, Result, WholeResult, PathResult})
+
+
+def result_of(fields: dict[str, Any], plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
+    """The result that has these fields; ``plain``: of one with datatrove's alone.
 
     Raises:
         TypeError: they are those of something else.
     """
-    return (WholeResult if "tool_calls" in fields else InferenceResult)(**fields)
+    return (WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain)(**fields)
 
 
 Other: TypeAlias = Callable[[object], object]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # datatrove has no types
             usage: numbers of tokens, as the server says.
             tool_calls, logprobs: of the first choice, as the server sent them.
             choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs; else empty.
+            answer: of a path that is no completion, the whole JSON answer without its id and time; else None.
             response_id, model: as the server sent them. The output has them only if the rollout puts them there.
         """
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # datatrove has no types
         tool_calls: Sequence[Any]
         logprobs: dict[str, Any] | None
         choices: Sequence[dict[str, Any]]
+        answer: dict[str, Any] | None
         response_id: str
         model: str
 
@@ -49,8 +51,12 @@ Payload: TypeAlias = dict[str, Any]
 class Generate(Protocol):
     """The second argument of a rollout: sends one request."""
 
-    async def __call__(self, payload: Payload, /) -> InferenceResult:
+    async def __call__(self, payload: Payload, /, *, path: str | None = None) -> InferenceResult:
         """The answer to the payload, to which the model and ``default_generation_params`` are added.
+
+        ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is below the API's URL,
+        any other one below the server's. An answer that is no completion is a JSON object, in ``answer``, and has no
+        text; no defaults are added to its payload. A payload has another answer for each path.
 
         To be awaited before the rollout returns: a later answer is not counted, and may be lost.
 

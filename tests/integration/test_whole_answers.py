@@ -10,7 +10,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner
 
@@ -78,3 +78,59 @@ def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
     (result,) = table.to_pylist()[0]["metadata"]["rollout_results"]
     assert result["tool_calls"] == [CALL]
     assert [choice["finish_reason"] for choice in result["choices"]] == ["stop", "stop"]
+
+
+async def ask_other_paths(document: Document, generate: Any) -> object:
+    """The same payload to two paths, and a completion, which alone has defaults and a seed."""
+    payload = {"input": document.text}
+    first = await generate(payload, path="/v1/embeddings")
+    assert (first.text, first.finish_reason, first.response_id, first.usage) == ("", "stop", "e1", {"prompt_tokens": 3})
+    second = await generate(payload, path="/tokenize")
+    chat = {"messages": [{"role": "user", "content": document.text}]}
+    third = await generate(chat, path="/v1/chat/completions")
+    assert third.text == (await generate({**chat, "top_p": 1})).text
+    return [first, second.answer, third.text]
+
+
+def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer, tmp_path: Path) -> None:
+    answer = {"id": "e1", "created": 5, "data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
+    server.paths = {"/v1/embeddings": lambda payload: answer, "/tokenize": lambda payload: {"tokens": [1, 2]}}
+    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
+    server._answer = lambda payload, times: f"at {payload['temperature']}, seeded: {'seed' in payload}"
+    runner(tmp_path / "other", server, ask_other_paths, config=config).run(documents(2))
+    assert len(server.payloads) == 8
+    others = [payload for payload in server.payloads if "input" in payload]
+    assert others[0] == {"input": others[0]["input"], "model": "fake"}
+    budget = Budget()
+    server._status = budget
+    for left in (1, 1, 1, 1, 99):
+        budget.left = left
+        step = runner(tmp_path, server, ask_other_paths, config=config)
+        if left == 99:
+            step.run(documents(2))
+        else:
+            with pytest.raises(CkptError):
+                step.run(documents(2))
+    assert rows(tmp_path) == rows(tmp_path / "other")
+    (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert results[0]["answer"] == {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
+    assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
+    assert len(server.payloads) == 8 + 8 + 4  # four were refused
+
+
+@pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])
+def test_a_path_without_its_slash_is_refused(server: FakeServer, tmp_path: Path, path: str) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate({"input": document.text}, path=path)
+
+    with pytest.raises(ConfigError, match=r"must begin with a slash.*test_whole_answers\.py"):
+        runner(tmp_path, server, ask).run(documents(1))
+    assert not server.payloads
+
+
+def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate({"input": document.text}, path="/v1/embeddings")
+
+    with pytest.raises(ServerRefused, match=r"/v1/embeddings answered HTTP 404"):
+        runner(tmp_path, server, ask).run(documents(1))

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import orjson
 
@@ -32,6 +32,8 @@ _SHOWN_BYTES = 200  # of an answer that is no JSON
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
 JsonObject = dict[str, Any]
+Redact: TypeAlias = Callable[[str], str]
+_DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Completion:
         tool_calls, logprobs: as the server sent them.
         choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is only one.
         response_id, model: what the server says; empty if it says nothing.
+        answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
         seconds: from sending the request to this answer.
     """
 
@@ -59,6 +62,7 @@ class Completion:
     choices: list[JsonObject] = field(default_factory=list)
     response_id: str = ""
     model: str = ""
+    answer: JsonObject | None = None
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -110,7 +114,33 @@ class RetryableError(Exception):
         return self.status in retrying.BUSY
 
 
-def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
+class Way(NamedTuple):
+    """A kind of request.
+
+    Attributes:
+        path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
+        parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
+        name: tells apart equal payloads of different ways; that of a path alone is the path.
+    """
+
+    path: str
+    parse: Callable[[bytes, Redact], Completion]
+    name: str
+
+
+def way_to(path: str) -> Way:
+    """The way to a path of the server, as ``generate`` takes it: below the API's URL if it begins with /v1/.
+
+    Raises:
+        ValueError: it does not begin with a slash.
+    """
+    if not path.startswith("/"):
+        raise ValueError(f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize")
+    below = path.removeprefix("/v1/")
+    return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
+
+
+def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of /v1/chat/completions.
 
     Args:
@@ -122,13 +152,30 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     return _completion(raw, redact, _read_message)
 
 
-def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
+def parse_completion(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
         RetryableError: it is no finished completion.
     """
     return _completion(raw, redact, _read_text)
+
+
+CHAT = Way("chat/completions", parse_chat, "chat/completions")
+COMPLETIONS = Way("completions", parse_completion, "completions")
+
+
+def parse_other(raw: bytes, redact: Redact = str) -> Completion:
+    """An answer of any other path.
+
+    Raises:
+        RetryableError: it is no JSON object, or says that it is an error.
+    """
+    answer = _answer(raw, redact)
+    completion = Completion("", "stop", _usage(answer))
+    _name(completion, answer)
+    completion.answer = {name: value for name, value in answer.items() if name not in _DIFFERS}
+    return completion
 
 
 def _read_message(choice: JsonObject) -> tuple[object, object, object]:
@@ -149,12 +196,9 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     return choice["text"] or "", "", None
 
 
-def _completion(
-    raw: bytes, redact: Callable[[str], str], read: Callable[[JsonObject], tuple[object, object, object]]
-) -> Completion:
-    answer, choices = _choices(raw, redact)
-    usage = answer.get("usage")
-    usage = _clean_usage(usage) if isinstance(usage, dict) else {}
+def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+    answer = _answer(raw, redact)
+    choices, usage = _choices(answer, redact), _usage(answer)
     all_read = [_choice(choice, usage, *read(choice)) for choice in choices]
     completion = all_read[0]
     if len(choices) > 1:
@@ -162,10 +206,14 @@ def _completion(
             {name: getattr(each, name) for name in ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")}
             for each in all_read
         ]
+    _name(completion, answer)
+    return completion
+
+
+def _name(completion: Completion, answer: JsonObject) -> None:
     response_id, model = answer.get("id"), answer.get("model")
     completion.response_id = response_id if isinstance(response_id, str) else ""
     completion.model = model if isinstance(model, str) else ""
-    return completion
 
 
 def _choice(choice: JsonObject, usage: JsonObject, text: object, reasoning: object, tool_calls: object) -> Completion:
@@ -210,6 +258,11 @@ def _joined(content: object) -> object:
 _MAX_COUNT = 1 << 40
 
 
+def _usage(answer: JsonObject) -> JsonObject:
+    usage = answer.get("usage")
+    return _clean_usage(usage) if isinstance(usage, dict) else {}
+
+
 def _clean_usage(usage: JsonObject) -> JsonObject:
     """Without those numbers of tokens that are none."""
     for value in usage.values():
@@ -228,8 +281,8 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
     return cleaned
 
 
-def _choices(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer, and its choices in the order of their indices; those without one come last."""
+def _answer(raw: bytes, redact: Redact) -> JsonObject:
+    """The answer, if it is a JSON object and no error."""
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
@@ -244,6 +297,11 @@ def _choices(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, list
         _refuse_error("the answer", answer["error"], redact)
     if answer.get("object") == "error":
         _refuse_error("the answer", answer.get("message") or "error", redact)
+    return answer
+
+
+def _choices(answer: JsonObject, redact: Redact) -> list[JsonObject]:
+    """The answer's choices in the order of their indices; those without one come last."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
@@ -252,7 +310,7 @@ def _choices(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, list
     for choice in choices:
         if choice.get("error"):
             _refuse_error("the answer's choice", choice["error"], redact)
-    return answer, choices
+    return choices
 
 
 def _index(choice: JsonObject) -> float:
@@ -260,7 +318,7 @@ def _index(choice: JsonObject) -> float:
     return index if isinstance(index, int) else math.inf
 
 
-def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> NoReturn:
+def _refuse_error(place: str, error: object, redact: Redact) -> NoReturn:
     text = redact(json.dumps(error))[:_SHOWN_BYTES]
     raise RetryableError(f"{place} says that it is an error: {text}")
 

@@ -11,6 +11,7 @@ from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.interface import Document, Generate, InferenceResult, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
@@ -22,12 +23,14 @@ __all__ = [
     "Generate",
     "InferenceResult",
     "InvalidAnswer",
+    "InvalidMedia",
     "Payload",
     "PromptRollout",
     "ReadyMade",
     "Rollout",
     "chat",
     "for_config",
+    "media_part",
     "split_text",
 ]
 

@@ -75,7 +75,10 @@ class BestOfRollout(PromptRollout):
         self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        payload = await self._payload(document)
+        async with self._media(document) as parts:
+            return await self._best(document, generate, await self._payload(document, parts))
+
+    async def _best(self, document: Document, generate: Generate, payload: Payload) -> object:
         results = [one for one in await self._ask(generate, [payload] * self.candidates) if one is not None]
         if not results:
             return None

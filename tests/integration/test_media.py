@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
+import json
 import random
+import shutil
 import struct
 from collections import Counter
 from pathlib import Path
@@ -12,14 +15,20 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document, Media
+from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
 from datatrove.pipeline.writers import JsonlWriter
 from PIL import Image
 
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
 from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
+from tests.bench.media import measured
+from tests.commands import Command
 from tests.jobs import Budget, letters, rows, runner
+from tests.pages import ROOT
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 PDF = b"%PDF-1.7 a page"
 WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
@@ -332,3 +341,100 @@ def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits() -> None:
     made = io.BytesIO()
     Image.frombytes("I;16", (60, 40), struct.pack("<H", 32768) * 2400).save(made, "PNG")
     assert image(resized(made.getvalue(), 30)).getpixel((5, 5)) == 128
+
+
+# jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def write_pages(number: int) -> None:
+    """pages/all.jsonl, and the files that it names."""
+    Path("pages/report").mkdir(parents=True)
+    lines = []
+    for index in range(number):
+        Path(f"pages/report/{index}.png").write_bytes(picture(index))
+        lines.append(json.dumps({"id": f"id {index}", "text": f"page {index}", "image": f"report/{index}.png"}))
+    Path("pages/all.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("kind", ["dummy", "endpoint"])
+def test_the_config_for_ocr_runs(here: Path, command: Command, server: FakeServer, kind: str) -> None:
+    shutil.copytree(ROOT / "configs", "configs")
+    write_pages(4)
+    Path("pages/report/2.png").write_bytes(picture(2)[:-700])
+    overrides = ["--server-type", kind]
+    overrides += ["--endpoint-url", server.url] if kind == "endpoint" else []
+    command("run", "configs/ocr.yaml", *overrides)
+    output = rows(Path("ocr"))
+    assert [(one["id"], one["metadata"]["image"]) for one in output] == [
+        (f"id {index}", f"report/{index}.png") for index in (0, 1, 3)
+    ]
+    assert {len(one["metadata"]["rollout_results"]) for one in output} == {1}
+    (letter,) = Path("ocr/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
+    assert "medium 1 (report/2.png) is damaged, or no whole picture" in json.loads(letter)["error"]
+    if kind == "endpoint":
+        assert sorted(sent(server, number)[0] for number in range(3)) == sorted(picture(index) for index in (0, 1, 3))
+
+
+def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Pages in one file of datatrove's form for media; the entries that name them."""
+    if kind == "zstd":
+        with ZstdWriter(str(folder), "pages.bin") as writer:
+            places = [writer.write(media(picture(index))) for index in range(6)]
+        return [{"path": path, "offset": offset, "length": length} for path, offset, length in places]
+    pytest.importorskip("warcio")
+    entries, content = [], b""
+    for index in range(6):
+        entries.append({"path": "pages.warc.gz", "offset": len(content)})
+        head = f"WARC/1.0\r\nWARC-Type: resource\r\nContent-Length: {len(picture(index))}\r\n\r\n"
+        content += gzip.compress(head.encode() + picture(index) + b"\r\n\r\n")
+    (folder / "pages.warc.gz").write_bytes(content)
+    return entries
+
+
+@pytest.mark.parametrize("kind", ["zstd", "warc"])
+def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
+    here: Path, command: Command, server: FakeServer, kind: str
+) -> None:
+    lines = [
+        json.dumps(
+            {"id": f"id {index}", "text": "Read.", "media": [{"id": f"m{index}", "type": 0, "url": "", **entry}]}
+        )
+        for index, entry in enumerate(stored(here, kind))
+    ]
+    rollout = "{class_path: PromptRollout, init_args: {images: media, max_image_side: 30}}"
+    step = {"zstd": "zstd.ZstdReader", "warc": "warc.WarcReaderFast"}[kind]
+    text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_documents: 1", rollout=rollout)
+    before = "      - class_path: InferenceRunner"
+    reader = f"datatrove.pipeline.media.media_readers.{step}, init_args: {{data_folder: '.', preserve_order: true}}"
+    write_job(here, text.replace(before, f"      - {{class_path: {reader}}}\n{before}"))
+    Path("input/0.jsonl").write_text("\n".join(lines))
+    budget = Budget()
+    server._status = budget
+    budget.left = 3
+    command("run", "job.yaml", code=1)
+    budget.left = 99
+    command("run", "job.yaml")
+    assert Counter(sent(server, number)[0] for number in range(7)) == Counter(
+        [resized(picture(index), 30) for index in range(6)] + [resized(picture(3), 30)]  # one was refused
+    )
+    (output,) = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()][:1]
+    assert output["media"][0]["media_bytes"] is None
+    assert output["media"][0]["id"] == "m0"
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_hundred_pictures_in_flight_are_in_memory_once(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/bench/media.py has the figures of a thousand with 10 MB."""
+    size, number = 4.0, 100
+    for way in ("bytes", "paths"):
+        found = measured(way, number, size, 2.0, number, ram)
+        assert found["at_once"] > number * 0.9, way
+        assert found["peak"] - found["before"] < 1.4 * number * size * 1e6, way
+    monkeypatch.setenv(WORKERS_VARIABLE, str(usable_memory() // 4 // 100_000_000))  # so that 100 MB are left
+    for way in ("bytes", "paths"):
+        found = measured(way, number, size, 0.2, number, ram)
+        assert 15 < found["at_once"] < 26, way
+        assert found["peak"] - found["before"] < 200e6, way

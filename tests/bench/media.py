@@ -59,7 +59,10 @@ class SlowServer(asyncio.Protocol):
                 return
             self._head = b""
             length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-            self._left = int(length[1]) if length else 0
+            if not length:  # a GET, by which the client looks whether there is a server
+                self._write()
+                return
+            self._left = int(length[1])
         self._left -= len(data)
         if not self._left:
             SlowServer.now += 1
@@ -68,6 +71,9 @@ class SlowServer(asyncio.Protocol):
 
     def _answer(self) -> None:
         SlowServer.now -= 1
+        self._write()
+
+    def _write(self) -> None:
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(_ANSWER), _ANSWER))
 
 

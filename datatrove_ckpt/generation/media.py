@@ -9,7 +9,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.writers import writes_media
-from datatrove_ckpt.rollouts import PromptRollout, Rollout
+from datatrove_ckpt.rollouts import Rollout
 
 _SHARED = frozenset({str, bytes, int, float, bool, type(None)})
 
@@ -42,7 +42,7 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
     """
     if writes_media(writer):
         return None
-    column = rollout_fn.drop_sent if isinstance(rollout_fn, PromptRollout) else None
+    column: Callable[[Document], None] | None = getattr(rollout_fn, "drop_sent", None)
 
     def drop(document: Document) -> None:
         for one in document.media or ():

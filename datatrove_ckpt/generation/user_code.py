@@ -21,7 +21,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
+from datatrove_ckpt.rollouts import Generate, Payload, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.templates import fill, lacks, prompt_source
 
@@ -121,6 +121,8 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
 
         return await rollout_fn(document, ask, **shared)
 
+    if isinstance(rollout_fn, PromptRollout):
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
     return rollout
 
 

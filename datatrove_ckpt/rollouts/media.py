@@ -151,15 +151,19 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
     return {"type": "file", "file": {"filename": filename, "file_data": value}}
 
 
-def with_parts(messages: list[dict[str, Any]], parts: Sequence[Payload]) -> list[dict[str, Any]]:
-    """The messages, the last one of the user with the parts after its text."""
+def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
+    """The payload, the last message of the user with the parts after its text."""
+    if not parts:
+        return payload
+    messages = payload["messages"]
     at = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=None)
     if at is None:
-        return [*messages, {"role": "user", "content": [*parts]}]
+        return {**payload, "messages": [*messages, {"role": "user", "content": [*parts]}]}
     content = messages[at].get("content")
     if isinstance(content, str) or content is None:
         content = [{"type": "text", "text": content}] if content else []
-    return [*messages[:at], {**messages[at], "content": [*content, *parts]}, *messages[at + 1 :]]
+    message = {**messages[at], "content": [*content, *parts]}
+    return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
 
 
 # what a document has --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
-from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_parts, without_bytes
+from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_media, without_bytes
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
 from datatrove_ckpt.rollouts.templates import (
@@ -126,12 +126,10 @@ class PromptRollout(OneRequest):
                     f"prompt: document {document.id!r} holds a list of messages, which are sent as they are. Leave "
                     "prompt out."
                 )
-            messages = with_system(self.system_prompt, source)
-            return {"messages": with_parts(messages, parts) if parts else messages, **self._params()}
+            return with_media({"messages": with_system(self.system_prompt, source), **self._params()}, parts)
         filled = partial(fill, self.prompt, document)
         content = filled(await self._cut(self.prompt, filled, source, self.system_prompt))
-        payload = chat_payload(self.system_prompt, content, self._params())
-        return payload | {"messages": with_parts(payload["messages"], parts)} if parts else payload
+        return with_media(chat_payload(self.system_prompt, content, self._params()), parts)
 
     async def _cut(self, template: str, filled: Filled, text: str, system_prompt: str | None) -> str:
         if self.max_chars is not None:

@@ -59,7 +59,7 @@ class SlowServer(asyncio.Protocol):
                 return
             self._head = b""
             length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-            if not length:  # a GET, by which the client looks whether there is a server
+            if not length or not int(length[1]):  # a GET, by which the client looks whether there is a server
                 self._write()
                 return
             self._left = int(length[1])

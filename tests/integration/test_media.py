@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
@@ -133,6 +135,12 @@ def test_a_url_is_sent_as_it_is_and_a_file_is_read_from_where_the_media_says(
     for number in (0, 1):
         assert parts(server, number)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         assert parts(server, number)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
+
+
+def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> None:
+    rollout = BestOfRollout(images="media", candidates=2, judge_prompt="Rate {answer}.")
+    runner(tmp_path, server, rollout).run(pages(1))
+    assert [sent(server, number) for number in range(4)] == [[picture()]] * 4
 
 
 def test_media_join_the_last_user_message_of_a_conversation(server: FakeServer, tmp_path: Path) -> None:
@@ -373,6 +381,24 @@ def test_the_config_for_ocr_runs(here: Path, command: Command, server: FakeServe
     assert "medium 1 (report/2.png) is damaged, or no whole picture" in json.loads(letter)["error"]
     if kind == "endpoint":
         assert sorted(sent(server, number)[0] for number in range(3)) == sorted(picture(index) for index in (0, 1, 3))
+
+
+def test_a_sample_of_a_column_of_bytes_is_written(here: Path, command: Command, server: FakeServer) -> None:
+    rows_of = [{"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}} for index in range(3)]
+    Path("input").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows_of), "input/pages.parquet")
+    rollout = "{class_path: PromptRollout, init_args: {images: image}}"
+    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout).replace("JsonlReader", "ParquetReader")
+    Path("job.yaml").write_text(text)
+    printed = command("run", "job.yaml", "--sample", "2").out
+    assert "page 1" in printed
+    assert "base64" not in printed
+    command("run", "job.yaml")
+    assert Counter(sent(server, number)[0] for number in range(5)) == Counter(
+        picture(index) for index in (0, 1, 0, 1, 2)
+    )
+    written = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()]
+    assert [one["metadata"]["image"] for one in written] == [{"bytes": None}] * 3
 
 
 def stored(folder: Path, kind: str) -> list[dict[str, Any]]:

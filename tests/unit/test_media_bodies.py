@@ -54,7 +54,8 @@ def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     if request.param == "aiohttp":
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
     if request.param.endswith("uvloop"):
-        return pytest.importorskip("uvloop").run
+        run: Callable[[Any], Any] = pytest.importorskip("uvloop").run
+        return run
     return asyncio.run
 
 

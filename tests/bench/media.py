@@ -1,7 +1,8 @@
 """What pictures in flight cost in memory: ``python -m tests.bench.media [--documents 1000] [WAY ...]``.
 
-Each way is one rank in a process of its own, with ``max_concurrent_generations: 1000`` and a server that takes seconds
-for an answer. The pictures are noise: a few files, made once; each document reads its own copy.
+Each way is one rank in a process of its own, with ``max_concurrent_generations: 1000`` and a server that answers when
+nothing has come for some seconds, so that as many are in flight as may be. The pictures are noise: a few files, made
+once; each document reads its own copy.
 
     own     a rollout that builds base64 itself, and no budget of bytes: as it was before. With --own documents.
     bytes   PromptRollout(images="media"), and the reader gives the bytes
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from datatrove.data import Document, Media
@@ -44,14 +45,19 @@ _ANSWER = b'{"choices": [{"finish_reason": "stop", "message": {"content": "A pag
 
 
 class SlowServer(asyncio.Protocol):
-    """Reads a body without keeping it, and answers after a time. ``most``: requests at once that were read whole."""
+    """Reads bodies without keeping them, and answers all at once when nothing has come for some seconds.
 
-    seconds, now, most = 0.0, 0, 0
+    ``most``: requests at once that were read whole.
+    """
+
+    held: ClassVar[list[SlowServer]] = []
+    last, most = 0.0, 0
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self._head, self._left = transport, b"", 0
 
     def data_received(self, data: bytes) -> None:
+        SlowServer.last = time.monotonic()
         if not self._left:
             self._head += data
             head, found, data = self._head.partition(b"\r\n\r\n")
@@ -65,13 +71,17 @@ class SlowServer(asyncio.Protocol):
             self._left = int(length[1])
         self._left -= len(data)
         if not self._left:
-            SlowServer.now += 1
-            SlowServer.most = max(SlowServer.most, SlowServer.now)
-            asyncio.get_running_loop().call_later(self.seconds, self._answer)
+            self.held.append(self)
+            SlowServer.most = max(SlowServer.most, len(self.held))
 
-    def _answer(self) -> None:
-        SlowServer.now -= 1
-        self._write()
+    @classmethod
+    async def answer(cls, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds / 4)
+            if time.monotonic() - cls.last > seconds:
+                for one in cls.held:
+                    one._write()
+                cls.held.clear()
 
     def _write(self) -> None:
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(_ANSWER), _ANSWER))
@@ -79,13 +89,14 @@ class SlowServer(asyncio.Protocol):
 
 def serve(seconds: float) -> None:
     """Prints the port, and the most requests at once when stdin closes."""
-    SlowServer.seconds = seconds
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(SlowServer, "127.0.0.1", 0, backlog=2048)
         print(server.sockets[0].getsockname()[1], flush=True)
+        answering = asyncio.create_task(SlowServer.answer(seconds))
         await asyncio.to_thread(sys.stdin.read)
+        answering.cancel()
         print(SlowServer.most, flush=True)
 
     asyncio.run(run())
@@ -176,7 +187,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1000)
     parser.add_argument("--own", type=int, default=100, help="documents of `own`, which may need all memory")
     parser.add_argument("--megabytes", type=float, default=10)
-    parser.add_argument("--seconds", type=float, default=15, help="what an answer takes")
+    parser.add_argument("--seconds", type=float, default=3, help="the server answers when nothing came for so long")
     parser.add_argument("--pictures", type=Path, default=Path(tempfile.gettempdir(), "datatrove-ckpt-pictures"))
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)

@@ -173,7 +173,9 @@ def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int
 # whose fault ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(here: Path, writes: FakeServer, log: list[str]) -> None:
+def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
+    here: Path, writes: FakeServer, real_ready_window: None
+) -> None:
     with says("judge") as gone:
         pass
     with pytest.raises(ServerStartFailed, match=r"^judge: No endpoint was ready within 0\.1 s"):

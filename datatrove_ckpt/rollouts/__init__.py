@@ -10,7 +10,16 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
-from datatrove_ckpt.rollouts.interface import Document, Generate, InferenceResult, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.interface import (
+    Classification,
+    Document,
+    Generate,
+    InferenceResult,
+    Payload,
+    Ranked,
+    Rollout,
+    chat,
+)
 from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
@@ -18,6 +27,7 @@ from datatrove_ckpt.rollouts.settings import ReadyMade
 __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
+    "Classification",
     "CompletionRollout",
     "Document",
     "Generate",
@@ -26,6 +36,7 @@ __all__ = [
     "InvalidMedia",
     "Payload",
     "PromptRollout",
+    "Ranked",
     "ReadyMade",
     "Rollout",
     "chat",

@@ -470,7 +470,7 @@ def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
     assert 'judge.model: "j" -> "other"' in command("verify", "job.yaml", other, "other", code=None)
-    assert "judge server ready" in command("doctor", "job.yaml", code=None)
+    assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
 
 
 def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> None:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
@@ -496,6 +497,7 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
+        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -510,6 +512,7 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
+    ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVarTuple
+from typing import Any, NoReturn, Protocol, TypeVarTuple
 
 import orjson
 import xxhash
@@ -34,6 +34,7 @@ from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
+from datatrove_ckpt.generation.ways import Ways
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
@@ -120,7 +121,7 @@ class Answers:
             self._rank.drain.request_finished()
 
 
-class Requests:
+class Requests(Ways):
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``.
 
     Args:
@@ -147,8 +148,9 @@ class Requests:
         self._answers = answers
         self._rollout_idx = rollout_idx
         self._model = model or rank.model
+        self._config = self._model.config
         self._of = of
-        self._usual = CHAT if self._model.config.use_chat else COMPLETIONS
+        self._usual = CHAT if self._config.use_chat else COMPLETIONS
         self._occurrences: dict[str, int] = {} if of is None else of._occurrences
 
     def __getattr__(self, name: str) -> Requests:
@@ -173,11 +175,14 @@ class Requests:
                 way = way_to(path)
             except ValueError as problem:
                 wrong = str(problem)
-        if wrong and not self._rank.shutdown.aborted:
-            error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
-            self._rank.shutdown.abort(error)
-            raise error
-        return self._answered(payload, way)
+        return self._refused(wrong) if wrong else self._answered(payload, way)
+
+    def _refused(self, wrong: str) -> Coroutine[Any, Any, NoReturn]:
+        if self._rank.shutdown.aborted:
+            return wait_until_cancelled()
+        error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+        self._rank.shutdown.abort(error)
+        raise error
 
     async def _answered(self, payload: Payload, way: Way) -> Result:
         """Returns the cached answer, or sends the payload.
@@ -189,7 +194,7 @@ class Requests:
         if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
-        config, generates, own = self._model.config, way in _GENERATING, self._of or self
+        config, generates, own = self._config, way in _GENERATING, self._of or self
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
         payload = {**payload, "model": config.model_name_or_path}
         if generates:

@@ -7,7 +7,7 @@
     finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
-    401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be exchanged
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned

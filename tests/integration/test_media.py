@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import io
 import json
@@ -22,6 +23,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from PIL import Image
 
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
 from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
@@ -256,6 +258,20 @@ def test_a_dead_letter_keeps_the_picture_for_a_retry(server: FakeServer, tmp_pat
         []
     )
     assert sent(server) == [large]
+
+
+def test_a_dead_letter_has_a_large_document_as_it_was_read(server: FakeServer, tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        document.media[0].media_bytes = None
+        document.media[0].metadata["page"].append(2)
+        document.metadata["a"]["b"] = document.text = "changed"
+        raise ValueError("no")
+
+    large = Media("m", 0, "", media_bytes=picture(1, (400, 300)), metadata={"page": [1]})
+    document = Document("x", "0", [large], {"a": {"b": 1}})
+    expected = as_read(copy.deepcopy(document)).data
+    runner(tmp_path, server, rollout, on_document_error="dead_letter").run([document])
+    assert json.dumps(letters(tmp_path)[0]["document"], separators=(",", ":")) == expected.decode()
 
 
 # once -----------------------------------------------------------------------------------------------------------------

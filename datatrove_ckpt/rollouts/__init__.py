@@ -10,18 +10,23 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
+from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import Document, Generate, InferenceResult, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.judge import JudgeRollout
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
 __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
+    "ClassifyRollout",
     "CompletionRollout",
     "Document",
+    "EmbedRollout",
     "Generate",
     "InferenceResult",
     "InvalidAnswer",
+    "JudgeRollout",
     "Payload",
     "PromptRollout",
     "ReadyMade",

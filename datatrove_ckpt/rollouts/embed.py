@@ -1,0 +1,138 @@
+"""Rollouts whose answer is no text: a vector, or the probabilities of labels."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import numpy as np
+from datatrove.data import Document
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.interface import Generate, Payload
+from datatrove_ckpt.rollouts.prompt import filled_text
+from datatrove_ckpt.rollouts.settings import WholeText
+from datatrove_ckpt.rollouts.templates import check_template
+
+
+@dataclass
+class _NoText(WholeText):
+    """What the two have in common: one text is sent, and nothing is generated."""
+
+    prompt: str = "{text}"
+    _: KW_ONLY
+    params: Payload | None = None
+
+    uses_chat: ClassVar[bool | None] = None
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt)
+        if self.generation_config is not None:
+            raise ConfigError("generation_config: nothing is generated; remove it.")
+        self._check_params("params", self.params)
+        super().__post_init__()
+
+
+@dataclass
+class EmbedRollout(_NoText):
+    """One embedding per document: the vector of its text.
+
+    The result is ``{"embedding": vector}``, float32 numbers. With ``column`` the vector is a value of the document's
+    own, so that it can be a column of a Parquet file, and the result says its name and length.
+
+    Attributes:
+        prompt: the text that is embedded, with the same names; a model's instruction stands here: "query: {text}".
+        dimensions: numbers of the vector that are kept, the first ones, for models that allow it (Matryoshka). None:
+            all.
+        normalize: divide the vector by its length, so that a dot product is the cosine.
+        column: metadata key of the vector. None: it is in the result.
+        params: further payload keys, such as ``truncate_prompt_tokens``.
+        max_prompt_tokens: longest text, in tokens; the document's text is cut. "auto": ``model_max_context`` less 8.
+            None: the server rejects a text that is too long.
+
+    ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
+
+    Raises:
+        ConfigError: a setting that cannot work; at the first document, if the model's vectors are shorter than
+            ``dimensions``, or documents have a ``column`` of that name.
+    """
+
+    _: KW_ONLY
+    dimensions: int | None = None
+    normalize: bool = False
+    column: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimensions is not None and self.dimensions < 1:
+            raise ConfigError(f"dimensions: must be >= 1; it is {self.dimensions!r}.")
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if self.column is not None and config.rollouts_per_document > 1:
+            raise ConfigError("column: holds one vector, so rollouts_per_document must be 1.")
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> dict[str, object]:
+        if self.column is not None and self.column in document.metadata:
+            raise ConfigError(
+                f"column: document {document.id!r} has metadata {self.column!r} already, which would be lost. Give "
+                "another name."
+            )
+        vector = await generate.embed(await filled_text(self, self.prompt, document), **(self.params or {}))
+        if self.dimensions is not None:
+            if len(vector) < self.dimensions:
+                raise ConfigError(
+                    f"dimensions: is {self.dimensions}, but the model's vectors have {len(vector)} numbers."
+                )
+            vector = vector[: self.dimensions]
+        if self.normalize and (length := np.linalg.norm(vector)) > 0:
+            vector = vector / length
+        if self.column is None:
+            return {"embedding": vector}
+        document.metadata[self.column] = vector
+        return {"column": self.column, "dimensions": len(vector)}
+
+
+@dataclass
+class ClassifyRollout(_NoText):
+    """The label that a classification model gives to each document.
+
+    The result has ``label``, ``score`` (its probability) and ``scores``: each label's.
+
+    Attributes:
+        prompt: the text that is classified, with the same names.
+        labels: the labels to look at, by the model's names. None: all.
+        threshold: lowest probability, 0 to 1; a document whose score is lower is dropped.
+        keep_scores: False: the result has no ``scores``.
+        params: further payload keys.
+        max_prompt_tokens: as that of EmbedRollout.
+
+    ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
+
+    Raises:
+        ConfigError: a setting that cannot work; at the first document, if the model has no such label.
+    """
+
+    _: KW_ONLY
+    labels: list[str] | None = None
+    threshold: float | None = None
+    keep_scores: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.labels is not None and not self.labels:
+            raise ConfigError("labels: is empty; name the labels to look at, or leave it out for all.")
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        found = await generate.classify(await filled_text(self, self.prompt, document), **(self.params or {}))
+        scores = found.scores
+        if self.labels is not None:
+            if unknown := [one for one in self.labels if one not in scores]:
+                raise ConfigError(f"labels: the model has no {', '.join(unknown)}; its labels: {', '.join(scores)}.")
+            scores = {one: scores[one] for one in self.labels}
+        label = max(scores, key=scores.__getitem__)  # the first one of several
+        if self.threshold is not None and scores[label] < self.threshold:
+            return None
+        result: dict[str, object] = {"label": label, "score": scores[label]}
+        return {**result, "scores": scores} if self.keep_scores else result

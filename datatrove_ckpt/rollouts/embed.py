@@ -2,6 +2,7 @@
 
 # No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
 
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -102,37 +103,48 @@ class ClassifyRollout(_NoText):
 
     Attributes:
         prompt: the text that is classified, with the same names.
-        labels: the labels to look at, by the model's names. None: all.
-        threshold: lowest probability, 0 to 1; a document whose score is lower is dropped.
-        keep_scores: False: the result has no ``scores``.
-        params: further payload keys.
+        labels: names of the model's classes, in its order (``id2label`` of its ``config.json``). None: as servers say
+            it, which name the best one only; in ``scores`` the others are numbers.
+        keep: the labels to look at; the others are left out. None: all.
+        threshold: least probability of the label; a document whose score is lower is dropped.
+        params: further payload keys, such as ``use_activation``.
         max_prompt_tokens: as that of EmbedRollout.
 
     ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
-        ConfigError: a setting that cannot work; at the first document, if the model has no such label.
+        ConfigError: a setting that cannot work; at the first document, if the model has other classes.
     """
 
     _: KW_ONLY
     labels: list[str] | None = None
+    keep: list[str] | None = None
     threshold: float | None = None
-    keep_scores: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels is not None and not self.labels:
-            raise ConfigError("labels: is empty; name the labels to look at, or leave it out for all.")
+        for name in ("labels", "keep"):
+            if (given := getattr(self, name)) is not None and (not given or len(set(given)) < len(given)):
+                raise ConfigError(f"{name}: {given!r} is not a list of different labels.")
+        if self.labels is not None:
+            self._check_kept(self.labels)
+
+    def _check_kept(self, labels: Collection[str]) -> None:
+        if unknown := [one for one in self.keep or () if one not in labels]:
+            raise ConfigError(
+                f"keep: the model has no {', '.join(unknown)}; its labels: {', '.join(labels)}."
+                f"{' Servers name the best one only: set labels.' * (self.labels is None)}"
+            )
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        found = await generate.classify(await filled_text(self, self.prompt, document), **(self.params or {}))
-        scores = found.scores
-        if self.labels is not None:
-            if unknown := [one for one in self.labels if one not in scores]:
-                raise ConfigError(f"labels: the model has no {', '.join(unknown)}; its labels: {', '.join(scores)}.")
-            scores = {one: scores[one] for one in self.labels}
-        label = max(scores, key=scores.__getitem__)  # the first one of several
-        if self.threshold is not None and scores[label] < self.threshold:
+        text = await filled_text(self, self.prompt, document)
+        found = await generate.classify(text, self.labels, **(self.params or {}))
+        label, scores = found.label, found.scores
+        if self.keep is not None:
+            self._check_kept(scores)
+            scores = {one: scores[one] for one in self.keep}
+            label = max(scores, key=scores.__getitem__)  # the first one of several
+        score = found.score if self.keep is None else scores[label]
+        if self.threshold is not None and score < self.threshold:
             return None
-        result: dict[str, object] = {"label": label, "score": scores[label]}
-        return {**result, "scores": scores} if self.keep_scores else result
+        return {"label": label, "score": score, "scores": scores}

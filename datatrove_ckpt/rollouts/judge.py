@@ -164,8 +164,9 @@ class JudgeRollout(Judged):
             return said, f"it has no number{' where score_pattern looks for it' * (self.score_pattern is not None)}"
         least, most = self.lowest, self.highest
         if (least is not None and score < least) or (most is not None and score > most):
-            bounds = [f"at least {least:g}"] * (least is not None) + [f"at most {most:g}"] * (most is not None)
-            return said, f"its score is {score:g}, and must be {' and '.join(bounds)}"
+            named = [("at least", least), ("at most", most)]
+            bounds = " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None)
+            return said, f"its score is {score:g}, and must be {bounds}"
         return said, ""
 
 

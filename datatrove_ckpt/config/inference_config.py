@@ -459,6 +459,7 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
+        task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -473,6 +474,7 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
+    task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")

@@ -10,18 +10,17 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
+from datatrove_ckpt.rollouts import Generate, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.templates import fill, prompt_source
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
 
 
 def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
-    """The rollout function, which notes the last user message of each document's first request.
+    """The rollout function, which notes what each document's first request asks: the last user message, or a text.
 
     Args:
         questions: gets it, by ``id(document)``: those of the input may repeat.
@@ -111,17 +110,31 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
         rollout_fn.prepare()
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        async def ask(payload: Payload, /) -> InferenceResult:
-            questions.setdefault(id(document), _question(payload))
-            return await generate(payload)
-
-        return await rollout_fn(document, ask, **shared)
+        return await rollout_fn(document, _Noting(generate, partial(questions.setdefault, id(document))), **shared)
 
     return rollout
 
 
-def _question(payload: Payload) -> str:
+class _Noting:
+    """A ``generate``, its methods, and those of its other models: each notes what it is asked."""
+
+    def __init__(self, generate: Callable[..., Awaitable[Any]], note: Callable[[str], object]) -> None:
+        self._generate = generate
+        self._note = note
+
+    def __call__(self, asked: object, /, *more: object, **settings: object) -> Awaitable[Any]:
+        self._note(_question(asked))
+        return self._generate(asked, *more, **settings)
+
+    def __getattr__(self, name: str) -> _Noting:
+        return _Noting(getattr(self._generate, name), self._note)
+
+
+def _question(payload: Any) -> str:
+    """Of a request: its payload, a text, or a list of texts."""
     with suppress(AttributeError, LookupError, TypeError):  # of a payload that is about to be refused
+        if not isinstance(payload, Mapping):
+            return payload if isinstance(payload, str) else str(payload[0])
         users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
         content = users[-1] if users else payload["prompt"]
         return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

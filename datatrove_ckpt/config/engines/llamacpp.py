@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from datatrove_ckpt.config.inference_config import (
     PORT_TAKEN,
@@ -40,6 +41,7 @@ class Llamacpp(Engine):
         "",  # it preempts nothing
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     )
+    task_flags = MappingProxyType({"embed": {"embedding": True}})  # pooling is as the GGUF file says
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
     def find(self, config: InferenceConfig) -> str | None:

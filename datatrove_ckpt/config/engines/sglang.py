@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import MappingProxyType
 
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
@@ -37,6 +38,7 @@ class SGLang(Engine):
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     )
+    task_flags = MappingProxyType({"embed": {"is-embedding": True}, "classify": {"is-embedding": True}})
     causes = (
         (CONTEXT_TOO_LONG, r"longer than the model's context length"),
         (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),

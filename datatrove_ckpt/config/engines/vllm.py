@@ -7,6 +7,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from loguru import logger
 
@@ -44,6 +45,8 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     )
+    # With it, vLLM converts a model that generates (convert: embed) by itself.
+    task_flags = MappingProxyType({"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}})
     drain_seconds = 30.0  # Slurm's default for KillWait
     causes = (
         (

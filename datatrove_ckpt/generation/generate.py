@@ -316,12 +316,14 @@ def _fields(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
         "reasoning": completion.reasoning,
+        "response_id": completion.response_id,
+        "model": completion.model,
     }
     if completion.answer is not None:
         fields["answer"] = completion.answer
     elif completion.tool_calls or completion.logprobs or completion.choices:
         fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
-    return {**fields, "response_id": completion.response_id, "model": completion.model}
+    return fields
 
 
 def _result(fields: dict[str, Any]) -> Result:

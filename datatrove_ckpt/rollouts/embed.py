@@ -39,24 +39,22 @@ class _NoText(WholeText):
 class EmbedRollout(_NoText):
     """One embedding per document: the vector of its text.
 
-    The result is ``{"embedding": vector}``, float32 numbers. With ``column`` the vector is a value of the document's
-    own, so that it can be a column of a Parquet file, and the result says its name and length.
+    The result is ``{"embedding": vector}``, in float32. With ``column`` the vector is in the document's metadata, so
+    that it can be a column of a table, and the result says its name and length.
 
     Attributes:
-        prompt: the text that is embedded, with the same names; a model's instruction stands here: "query: {text}".
-        dimensions: numbers of the vector that are kept, the first ones, for models that allow it (Matryoshka). None:
-            all.
-        normalize: divide the vector by its length, so that a dot product is the cosine.
-        column: metadata key of the vector. None: it is in the result.
-        params: further payload keys, such as ``truncate_prompt_tokens``.
-        max_prompt_tokens: longest text, in tokens; the document's text is cut. "auto": ``model_max_context`` less 8.
-            None: the server rejects a text that is too long.
+        prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
+        dimensions: numbers to keep of each vector, the first ones (Matryoshka). None: all.
+        normalize: divide vectors by their length.
+        column: metadata key of the vector.
+        params: further payload keys.
+        max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.
 
     ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
         ConfigError: a setting that cannot work; at the first document, if the model's vectors are shorter than
-            ``dimensions``, or documents have a ``column`` of that name.
+            ``dimensions``, or the document has a ``column`` of that name.
     """
 
     _: KW_ONLY
@@ -99,18 +97,18 @@ class EmbedRollout(_NoText):
 class ClassifyRollout(_NoText):
     """The label that a classification model gives to each document.
 
-    The result has ``label``, ``score`` (its probability) and ``scores``: each label's.
+    The result has ``label``, ``score`` (its probability) and ``scores`` (each label's).
 
     Attributes:
-        prompt: the text that is classified, with the same names.
-        labels: names of the model's classes, in its order (``id2label`` of its ``config.json``). None: as servers say
-            it, which name the best one only; in ``scores`` the others are numbers.
-        keep: the labels to look at; the others are left out. None: all.
-        threshold: least probability of the label; a document whose score is lower is dropped.
-        params: further payload keys, such as ``use_activation``.
-        max_prompt_tokens: as that of EmbedRollout.
+        prompt: the text that is classified.
+        labels: names of the model's classes, in its order (``id2label``). None: servers name the best one only, and the
+            others are numbers.
+        keep: labels to look at. None: all.
+        threshold: a document whose label has a lower score is dropped.
+        params: further payload keys.
 
-    ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
+    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and
+    ``chars_per_token`` are those of PromptRollout.
 
     Raises:
         ConfigError: a setting that cannot work; at the first document, if the model has other classes.

@@ -84,18 +84,16 @@ class JudgeRollout(Judged):
 
     Attributes:
         prompt: the user message whose answer is judged. None: the judge scores the document itself.
-        judge_prompt: the judge's user message, with ``{text}`` and the other names; ``{answer}`` is the answer.
-        judge_params: payload keys of the judge's requests; they override ``default_generation_params``. None: a
-            temperature of 0.
-        judge: the judge's name, where the config has several models. A single model is its own judge.
-        score_pattern: a regular expression. The score is the first number in its last match (in its first group, if it
-            has one), instead of the first one in the judge's answer.
-        lowest: least score that is valid. None: any.
-        highest: greatest score that is valid. None: any.
-        threshold: a document whose score is lower is dropped.
-        answer_attempts: attempts to get a valid score; a further one shows the judge its answer and what is wrong with
-            it. Also attempts to get an answer of the form.
-        invalid_answer: "fail": a document without a valid score or answer fails. "drop": the rollout gives None.
+        judge_prompt: the judge's user message; ``{answer}`` is the answer.
+        judge_params: payload keys of the judge's requests. None: a temperature of 0.
+        judge: the judge's name among several models. A single model is its own judge.
+        score_pattern: a regular expression. The score is the first number in its last match (its first group, if it has
+            one). None: the first number in the judge's answer.
+        lowest, highest: the least and the greatest valid score.
+        threshold: a document with a lower score is dropped.
+        answer_attempts: attempts to get a valid score; a further one shows the judge what is wrong. Also those to get
+            an answer of a form.
+        invalid_answer: of a document without a valid score or answer: "fail", or "drop".
 
     All other settings are those of PromptRollout, for the answer that is judged.
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
@@ -460,6 +461,7 @@ class Engine:
             folder's name in ~/.cache.
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
+        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -475,6 +477,7 @@ class Engine:
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
+    ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
@@ -555,6 +558,13 @@ class Engine:
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
         instead = "json_schema with an enum" if kind == "choice" else "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
+
+    def lacks(self, way: str) -> str:
+        """Why ``generate`` has no such method with this engine; "" if it has."""
+        if way in self.ways:
+            return ""
+        having = ", ".join(each.name for each in ENGINES.values() if way in each.ways)
+        return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
 
     def require_package(self) -> None:
         if find_spec(self.package) is None:

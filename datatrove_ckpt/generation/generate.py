@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
-from typing import Any, Protocol, TypeVarTuple
+from typing import Any, NoReturn, Protocol, TypeVarTuple
 
 import orjson
 import xxhash
@@ -32,6 +32,7 @@ from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
+from datatrove_ckpt.generation.ways import Ways
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
@@ -102,7 +103,7 @@ class Answers:
             self._rank.drain.request_finished()
 
 
-class Requests:
+class Requests(Ways):
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
 
     def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
@@ -114,6 +115,7 @@ class Requests:
         self.cut_off = self.empty = 0
         """Of these answers, those that ended at max_tokens, and those without a text."""
         self._rank = rank
+        self._config = rank.config
         self._answers = answers
         self._rollout_idx = rollout_idx
         self._usual = CHAT if rank.config.use_chat else COMPLETIONS
@@ -132,11 +134,14 @@ class Requests:
                 way = way_to(path)
             except ValueError as problem:
                 wrong = str(problem)
-        if wrong and not self._rank.shutdown.aborted:
-            error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
-            self._rank.shutdown.abort(error)
-            raise error
-        return self._answered(payload, way)
+        return self._refused(wrong) if wrong else self._answered(payload, way)
+
+    def _refused(self, wrong: str) -> Coroutine[Any, Any, NoReturn]:
+        if self._rank.shutdown.aborted:
+            return wait_until_cancelled()
+        error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+        self._rank.shutdown.abort(error)
+        raise error
 
     async def _answered(self, payload: Payload, way: Way) -> Result:
         """Returns the cached answer, or sends the payload.

@@ -11,7 +11,16 @@ from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
-from datatrove_ckpt.rollouts.interface import Document, Generate, InferenceResult, Payload, Rollout, chat
+from datatrove_ckpt.rollouts.interface import (
+    Classification,
+    Document,
+    Generate,
+    InferenceResult,
+    Payload,
+    Ranked,
+    Rollout,
+    chat,
+)
 from datatrove_ckpt.rollouts.judge import JudgeRollout
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
@@ -19,6 +28,7 @@ from datatrove_ckpt.rollouts.settings import ReadyMade
 __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
+    "Classification",
     "ClassifyRollout",
     "CompletionRollout",
     "Document",
@@ -29,6 +39,7 @@ __all__ = [
     "JudgeRollout",
     "Payload",
     "PromptRollout",
+    "Ranked",
     "ReadyMade",
     "Rollout",
     "chat",

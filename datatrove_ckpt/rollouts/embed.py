@@ -26,6 +26,7 @@ class _NoText(WholeText):
     params: Payload | None = None
 
     uses_chat: ClassVar[bool | None] = None
+    _way: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
@@ -33,6 +34,11 @@ class _NoText(WholeText):
             raise ConfigError("generation_config: nothing is generated; remove it.")
         self._check_params("params", self.params)
         super().__post_init__()
+
+    def _fit(self, config: InferenceConfig) -> None:
+        if lacks := config.engine.lacks(self._way):
+            raise ConfigError(f"rollout_fn: {lacks}.")
+        super()._fit(config)
 
 
 @dataclass
@@ -61,6 +67,8 @@ class EmbedRollout(_NoText):
     dimensions: int | None = None
     normalize: bool = False
     column: str | None = None
+
+    _way: ClassVar[str] = "embed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +126,8 @@ class ClassifyRollout(_NoText):
     labels: list[str] | None = None
     keep: list[str] | None = None
     threshold: float | None = None
+
+    _way: ClassVar[str] = "classify"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 from datatrove_ckpt.config.inference_config import (
     PORT_TAKEN,
@@ -22,6 +21,7 @@ from datatrove_ckpt.config.inference_config import (
     usable_cores,
 )
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
 
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
@@ -30,6 +30,14 @@ _PACKAGE_SCHEME = "package://"
 HUB_SCHEME = "hf://"
 # Of a repository's files, the first that is there: small, and nearly as good as the whole.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
+_WAYS = {  # it serves no classes
+    "embed": EMBED,
+    "score": WayTo("/v1/rerank", ("query", "documents")),
+    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
+    "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
+}
+# How vectors are pooled, the GGUF file says; of a model that generates, pooling_type must.
+_TASK_FLAGS = {"embed": {"embedding": True}}
 
 
 class Llamacpp(Engine):
@@ -41,7 +49,8 @@ class Llamacpp(Engine):
         "",  # it preempts nothing
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     )
-    task_flags = MappingProxyType({"embed": {"embedding": True}})  # pooling is as the GGUF file says
+    task_flags = _TASK_FLAGS
+    ways = _WAYS
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
     def find(self, config: InferenceConfig) -> str | None:

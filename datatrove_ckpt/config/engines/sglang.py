@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import MappingProxyType
 
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
@@ -22,9 +21,19 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
     arguments,
 )
+from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.redaction import HiddenDict
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
+# Its /v1/score asks a chat model for the probabilities of tokens; a reranker's scores come from /v1/rerank.
+_WAYS = {
+    "embed": EMBED,
+    "classify": WayTo("/v1/classify", ("input",)),
+    "score": WayTo("/v1/rerank", ("query", "documents"), {"return_documents": False}),
+    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n"), {"return_documents": False}),
+    "tokenize": WayTo("/tokenize", ("prompt",)),
+}
+_TASK_FLAGS = {"embed": {"is-embedding": True}, "classify": {"is-embedding": True}}
 
 
 class SGLang(Engine):
@@ -38,7 +47,8 @@ class SGLang(Engine):
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     )
-    task_flags = MappingProxyType({"embed": {"is-embedding": True}, "classify": {"is-embedding": True}})
+    task_flags = _TASK_FLAGS
+    ways = _WAYS
     causes = (
         (CONTEXT_TOO_LONG, r"longer than the model's context length"),
         (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 from loguru import logger
 
@@ -25,11 +24,14 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
     arguments,
 )
+from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.redaction import HiddenDict
 
 # datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
 # beside which vLLM refuses Ray.
 _RAY = ("distributed-executor-backend", "ray")
+# vLLM then converts a model that generates (convert: embed) by itself.
+_TASK_FLAGS = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
 
 
 class Vllm(Engine):
@@ -45,8 +47,8 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     )
-    # With it, vLLM converts a model that generates (convert: embed) by itself.
-    task_flags = MappingProxyType({"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}})
+    task_flags = _TASK_FLAGS
+    ways = VLLM_WAYS
     drain_seconds = 30.0  # Slurm's default for KillWait
     causes = (
         (

@@ -172,9 +172,13 @@ def parse_other(raw: bytes, redact: Redact = str) -> Completion:
         RetryableError: it is no JSON object, or says that it is an error.
     """
     answer = _answer(raw, redact)
-    completion = Completion("", "stop", _usage(answer))
+    return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
+
+
+def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
+    """What is ``kept`` of an answer that is no completion."""
+    completion = Completion("", "stop", _usage(answer), answer=kept)
     _name(completion, answer)
-    completion.answer = {name: value for name, value in answer.items() if name not in _DIFFERS}
     return completion
 
 
@@ -281,6 +285,18 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
 
 def _answer(raw: bytes, redact: Redact) -> JsonObject:
     """The answer, if it is a JSON object and no error."""
+    answer = read_json(raw, redact)
+    if not isinstance(answer, dict):
+        raise RetryableError("the answer is no JSON object")
+    return answer
+
+
+def read_json(raw: bytes, redact: Redact) -> object:
+    """The answer, if it is JSON and no error.
+
+    Raises:
+        RetryableError: it is not.
+    """
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
@@ -289,11 +305,9 @@ def _answer(raw: bytes, redact: Redact) -> JsonObject:
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
-    if not isinstance(answer, dict):
-        raise RetryableError("the answer is no JSON object")
-    if answer.get("error"):
+    if isinstance(answer, dict) and answer.get("error"):
         _refuse_error("the answer", answer["error"], redact)
-    if answer.get("object") == "error":
+    if isinstance(answer, dict) and answer.get("object") == "error":
         _refuse_error("the answer", answer.get("message") or "error", redact)
     return answer
 

@@ -59,7 +59,7 @@ class Llamacpp(Engine):
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: Launch) -> EngineCommand:
-        """Replicas divide the cores, because more threads than cores slow all of them."""
+        """The servers of a rank divide the cores, because more threads than cores slow all of them."""
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
@@ -69,7 +69,7 @@ class Llamacpp(Engine):
             "port": launch.port,
             "context": config.model_max_context,
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
-            "threads": max(1, usable_cores() // config.replicas),
+            "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 

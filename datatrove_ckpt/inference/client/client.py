@@ -7,7 +7,7 @@
     finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
-    401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be exchanged
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
@@ -134,17 +134,20 @@ class Outage:
     Args:
         patience: ``server_patience_seconds``.
         clock: like ``time.monotonic``.
+        model: the name of the client's model, if there are several.
 
     Attributes:
         answers: how many requests were answered.
         unreachable: whether the last failure says that no server can be reached.
     """
 
-    def __init__(self, patience: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
         self.patience = patience
+        self.model = model
         self.clock = clock
         self.answers = 0
         self.unreachable = False
+        self._said = f"{model}: " if model else ""
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -153,7 +156,7 @@ class Outage:
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                logger.info(f"Requests are answered again, after {self.seconds:.0f} s.")
+                logger.info(f"{self._said}Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
@@ -183,7 +186,8 @@ class Outage:
         """Logs that the run waits, if it is time for that."""
         if self._since is not None and self.next_line() <= 0:
             self._said_at = self.clock()
-            logger.warning(waiting(str(failure), failure.unreachable, self.seconds, self.patience))
+            line = waiting(str(failure), failure.unreachable, self.seconds, self.patience)
+            logger.warning(f"{self._said}{line}")
 
     def next_line(self) -> float:
         """Seconds until the next line is due; infinite while requests are answered."""
@@ -286,7 +290,7 @@ class CompletionClient:
     ) -> None:
         self.stats = ClientStats()
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
-        self.outage = Outage(config.server_patience_seconds, clock)
+        self.outage = Outage(config.server_patience_seconds, clock, config.name)
         self.on_server: OnServer = lambda what, name, url, why: None
         self._config = config
         self._sleep = sleep

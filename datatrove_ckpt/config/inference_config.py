@@ -133,6 +133,7 @@ class InferenceConfig:
 
     # No fields: they tell a model of a run with several models about the others. See ``models.py``.
     name = ""
+    models = tuple[str, ...]()  # the names of all
     neighbours = 0  # servers of the other models that share the cores with these
     limits_documents = False  # max_concurrent_documents was given
 

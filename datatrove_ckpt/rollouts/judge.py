@@ -40,8 +40,10 @@ class Judged(PromptRollout):
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
-        if not getattr(config, "name", ""):
+        if not config.name:
             self.judge = None  # there is one model
+        elif self.judge not in (None, *config.models):
+            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
 
     def _check_shows_answer(self, what: str) -> None:
         if self.judge_prompt is not None and ("", "metadata", "answer") not in parse(self.judge_prompt, "judge_prompt"):
@@ -49,13 +51,8 @@ class Judged(PromptRollout):
 
     def _judge(self, generate: Generate) -> Generate:
         """Whom the judge's requests go to."""
-        if self.judge is None:
-            return generate
-        try:
-            found: Generate = getattr(generate, self.judge)
-        except AttributeError as error:
-            raise ConfigError(f"judge: {error}.") from None
-        return found
+        asked: Generate = generate if self.judge is None else getattr(generate, self.judge)
+        return asked
 
     async def _to_judge(self, document: Document, **answer: str) -> Payload:
         assert self.judge_prompt is not None

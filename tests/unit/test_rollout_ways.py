@@ -12,6 +12,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
     BestOfRollout,
@@ -205,9 +206,20 @@ def test_the_judge_of_several_answers_may_be_another_model() -> None:
     assert result(only(rollout), Model("a", "b", "9", "3"))["text"] == "a"
 
 
-def test_a_judge_that_no_model_is_stops_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"^judge: "):
-        result(JudgeRollout(judge_prompt="Rate {text}"), Model())
+def test_a_judge_that_no_model_is_is_refused() -> None:
+    first = models_of({"writer": config(), "critic": config()})["writer"]
+    with pytest.raises(ConfigError) as refused:
+        for_config(JudgeRollout(judge_prompt="Rate {text}"), first)
+    assert str(refused.value) == "judge: 'judge' is none of the models, which are writer, critic."
+    fitted: Any = for_config(JudgeRollout(judge_prompt="Rate {text}", judge="critic"), first)
+    assert fitted.judge == "critic"
+
+
+def test_an_engine_that_classifies_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout_fn: server_type 'llamacpp' has no generate.classify; these have: "
+    ):
+        for_config(ClassifyRollout(), config("llamacpp"))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
     """
     if isinstance(rollout_fn, ReadyMade) and type(rollout_fn).__module__ == ReadyMade.__module__:
         prompt_source(document, rollout_fn.prompt_column)
-        fill(getattr(rollout_fn, "prompt", ""), document, "")
+        fill(getattr(rollout_fn, rollout_fn.first_template), document, "")
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:

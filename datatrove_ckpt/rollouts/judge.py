@@ -119,7 +119,7 @@ class JudgeRollout(Judged):
         super().__post_init__()
 
     @property
-    def _template(self) -> str:
+    def first_template(self) -> str:
         return "judge_prompt" if self.prompt is None else "prompt"
 
     def _fit(self, config: InferenceConfig) -> None:

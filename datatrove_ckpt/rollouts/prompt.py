@@ -66,13 +66,8 @@ class PromptRollout(OneRequest):
     generation_params: Payload | None = None
     max_chars: int | None = None
 
-    @property
-    def _template(self) -> str:
-        """The setting that the first request is made of."""
-        return "prompt"
-
     def __post_init__(self) -> None:
-        name = self._template
+        name = self.first_template
         check_template(getattr(self, name), name)
         super().__post_init__()
         if self.max_chars is None:

@@ -56,6 +56,11 @@ class ReadyMade:
             raise ConfigError(f"tokenizer: nothing is measured in tokens; set {self._token_setting}.")
         self._leave_out_defaults()
 
+    @property
+    def first_template(self) -> str:
+        """The setting that the first request is made of."""
+        return "prompt"
+
     def _own_params(self) -> Payload | None:
         """``generation_params``: a field of the subclasses, where it has its place among the positional ones."""
         params: Payload | None = getattr(self, "generation_params", None)

@@ -17,6 +17,8 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
 
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
 ROLLOUTS = [
     (EmbedRollout(normalize=True), 1),
     (EmbedRollout("query: {text}", column="vector"), 1),

@@ -41,7 +41,8 @@ from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, ref
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
-    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout chat",
+    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout EmbedRollout "
+    "ClassifyRollout chat",
     "datatrove.executor": "SlurmPipelineExecutor RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
@@ -61,7 +62,7 @@ ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 _HOMES = {
     "init_args of the reader": "JsonlReader ParquetReader CSVReader",
     "init_args of output_writer": "JsonlWriter ParquetWriter",
-    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout",
+    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout",
     "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
     "config of InferenceRunner": "InferenceConfig",
     "init_args of InferenceRunner": "InferenceRunner",

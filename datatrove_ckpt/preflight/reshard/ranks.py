@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -147,13 +148,10 @@ class Scanner:
         return found
 
     def _recover(self, found: RankInput) -> None:
-        cache = RequestCache(found.folder / CACHE)
-        try:
+        with closing(RequestCache(found.folder / CACHE)) as cache:
             log = CommitLog(found.folder / COMMITS)
             files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
             found.point = recover(found.folder, log, cache, self.runner.step.records_per_chunk)
-        finally:
-            cache.close()
 
     def _read(self, found: RankInput, share: Share) -> None:
         """Reads what the rank has touched since its last commit of the unbroken run."""
@@ -331,19 +329,13 @@ def _move_answers(source: RankInput, target: Moved, numbers: dict[int, int], sta
     cached = sorted(source.point.cached)
     if not cached:
         return
-    cache = RequestCache(source.folder / CACHE)
-    try:
+    with closing(RequestCache(source.folder / CACHE)) as cache:
         rows = cache.answers_since(0, cached)
-    finally:
-        cache.close()
     moved = [
         row._replace(ordinal=numbers[row.ordinal], chunk_index=target.chunk(numbers[row.ordinal])[0]) for row in rows
     ]
-    staged = RequestCache(staging.file((rank_folder(_HERE, target.rank.rank) / CACHE).as_posix()))
-    try:
+    with closing(RequestCache(staging.file((rank_folder(_HERE, target.rank.rank) / CACHE).as_posix()))) as staged:
         staged.put(moved)
-    finally:
-        staged.close()
     target.answers += len(moved)
 
 

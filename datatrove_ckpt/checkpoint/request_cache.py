@@ -70,6 +70,7 @@ Row: TypeAlias = tuple[Any, ...]
 """Values of a row. ``Any``, because a damaged one may hold any type in any column."""
 
 _COLUMNS = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result, error_message, checksum"
+_TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
 _ROWS_AT_ONCE = 64
@@ -303,10 +304,8 @@ def _values(r: CachedRequest) -> Row:
 
 def _request(row: Row) -> CachedRequest:
     """The values of an intact row."""
-    chunk_index, ordinal, doc_id, rollout_idx, payload, occurrence, result, error, _ = row
-    return CachedRequest(
-        chunk_index, ordinal, doc_id, AnswerKey(rollout_idx, payload, occurrence), Answer(result, error)
-    )
+    chunk_index, ordinal, doc_id = row[:3]
+    return CachedRequest(chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), Answer(*row[6:8]))
 
 
 # damage ---------------------------------------------------------------------------------------------------------------
@@ -403,13 +402,8 @@ def _checksum(values: Row) -> int:
 
 def _is_intact(row: Row) -> bool:
     """Whether a row fits its checksum, which comes last. Rows of 0.1 have none; only their types are checked."""
-    chunk_index, ordinal, doc_id, rollout_idx, payload, occurrence, result, error, found = row
-    numbers = (chunk_index, ordinal, rollout_idx, occurrence)
-    if not all(isinstance(number, int) for number in numbers) or not all(
-        isinstance(text, str) for text in (doc_id, payload)
-    ):
-        return False
-    if not isinstance(result, bytes | None) or not isinstance(error, str | None) or (result is None) == (error is None):
+    result, error, found = row[6:]
+    if not all(map(isinstance, row, _TYPES)) or (result is None) == (error is None):
         return False
     return found is None or found == _checksum(row[:-1])
 

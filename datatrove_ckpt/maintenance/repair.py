@@ -84,10 +84,9 @@ def _claim(rank: RankLedger) -> RunClaim:
 
 
 def _check_unchanged(redo: Redo) -> None:
-    if redo.before is not None and redo.before != read_commits(redo.rank.commits_file):
-        raise CheckpointMismatch(
-            f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
-        )
+    path = redo.rank.commits_file
+    if redo.before is not None and redo.before != read_commits(path):
+        raise CheckpointMismatch(f"{path} was changed by a run while its output was verified. Repair again.")
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:

@@ -133,9 +133,8 @@ def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> D
 
 def _answer(number: int) -> CachedRequest:
     # Random bytes: a file system that compresses must not look faster than it is.
-    return CachedRequest(
-        0, number, "", AnswerKey(0, "", 0), Answer(secrets.token_hex(_ANSWER_BYTES // 2).encode(), None)
-    )
+    text = secrets.token_hex(_ANSWER_BYTES // 2).encode()
+    return CachedRequest(0, number, "", AnswerKey(0, "", 0), Answer(text, None))
 
 
 # A remote folder -----------------------------------------------------------------------------------------------------

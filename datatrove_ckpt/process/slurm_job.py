@@ -72,11 +72,10 @@ def requeue_if_preempted() -> None:
 
 
 def _scontrol(*arguments: str) -> str:
-    done = subprocess.run(
-        ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
-    )
+    command = ["scontrol", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False)
     if done.returncode:
-        raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
+        raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 

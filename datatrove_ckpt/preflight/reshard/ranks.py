@@ -259,7 +259,6 @@ class Moved:
     """What a rank gets of others.
 
     Attributes:
-        first: the number of the first document that it gets.
         parts: what it reads after what it has touched.
         files: what is staged for it.
         documents, finished, answers: how many of them.
@@ -267,7 +266,6 @@ class Moved:
 
     rank: RankInput
     records_per_chunk: int
-    first: int = 0
     parts: list[Part] = field(default_factory=list)
     documents: int = 0
     finished: int = 0
@@ -294,7 +292,7 @@ def runs_of(ordinals: list[int]) -> Iterator[tuple[int, int]]:
 def move(source: RankInput, target: Moved, staging: Staging) -> None:
     """Stages what a rank has not committed as its target's."""
     open_ordinals = source.open_ordinals()
-    numbers = {old: target.first + target.documents + count for count, old in enumerate(open_ordinals)}
+    numbers = {old: target.rank.next_ordinal + target.documents + count for count, old in enumerate(open_ordinals)}
     for first, last in runs_of(open_ordinals):
         target.parts += between(source.parts, source.place_after(first - 1), source.place_after(last))
     target.documents += len(numbers)

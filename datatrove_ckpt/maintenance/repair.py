@@ -365,9 +365,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
     for commit in plan.kept:
         foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
         if foreign < 0:
-            return (
-                f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore that file."
-            )
+            return f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore it."
         if foreign:
             plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
         end = commit.dead_letters_size

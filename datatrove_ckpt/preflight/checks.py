@@ -427,14 +427,8 @@ def traits(mount: Mount | None) -> FilesystemTraits:
     if mount.kind in _NETWORK:
         return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
     if mount.kind.startswith("fuse") and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES:
-        return FilesystemTraits(
-            f"{mount.kind} (an object store)",
-            shared=True,
-            concerns=(
-                "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL.",
-            ),
-            unsupported=True,
-        )
+        text = "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL."
+        return FilesystemTraits(f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True)
     return FilesystemTraits(f"{mount.kind} (local)")
 
 

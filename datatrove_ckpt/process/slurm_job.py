@@ -158,12 +158,10 @@ async def slurm_deadline() -> float | None:
 
 
 async def _output(*command: str) -> str:
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+        *command, stdin=nothing, stdout=pipe, stderr=nothing, env=environment
     )
     try:
         async with asyncio.timeout(_SQUEUE_TIMEOUT):

@@ -235,9 +235,7 @@ class Scanner:
 def _place(document: Document) -> Place:
     position = position_of(document)
     if position is None:
-        raise ConfigError(
-            "reshard: a step before the runner makes documents anew, so it is not known where they were read."
-        )
+        raise ConfigError("reshard: a step before the runner makes documents anew: where they were read is not known.")
     at = tuple(number & PLAIN_INTEGER for number in position[3])
     return Place(position[2].shared["before"]["files"], at)
 

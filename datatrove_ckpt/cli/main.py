@@ -105,13 +105,9 @@ def make_parser() -> argparse.ArgumentParser:
     examples = ["examples:\n"]
     for name, module, listed, text, arguments in _COMMANDS:
         description, _, epilog = text.partition("\n\n")
-        command = commands.add_parser(
-            name,
-            help=listed or f"{description[0].lower()}{description[1:-1]}",
-            description=description,
-            epilog=f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP),
-            formatter_class=as_written,
-        )
+        what = listed or f"{description[0].lower()}{description[1:-1]}"
+        end = f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP)
+        command = commands.add_parser(name, help=what, description=description, epilog=end, formatter_class=as_written)
         command.set_defaults(name=name, module=module)
         for names, options in arguments:
             command.add_argument(*names, **options)

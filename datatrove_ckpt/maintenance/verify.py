@@ -232,9 +232,8 @@ def _check_settings(report: Report) -> None:
                 name = str(change.get("field"))
                 known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
             changes = compare(usual[0].run, RunIdentity(rank.settings))
-            if all(
-                {comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes
-            ):
+            values = ((one.field, {comparable(one.field, value) for value in (one.old, one.new)}) for one in changes)
+            if all(known[name] >= both for name, both in values):
                 continue
             differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
             message = f"was run with settings that differ from rank {usual[0].number}: {differences}."

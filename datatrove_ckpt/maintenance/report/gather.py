@@ -294,9 +294,8 @@ def _tables(
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
     yield _ranks(ranks)
     yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
-    identity = [
-        (key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in run.identity.items()
-    ]
+    known = run.identity.items()
+    identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
 
 

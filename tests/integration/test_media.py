@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import gzip
 import io
 import json
@@ -20,8 +21,10 @@ import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
 from datatrove.pipeline.writers import JsonlWriter
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
@@ -208,6 +211,26 @@ def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path:
         runner(tmp_path, server, PromptRollout(images="media")).run([Document("bad", "bad", [media(b"")])])
     with pytest.raises(CkptError, match="the document has no media"):
         runner(tmp_path / "2", server, PromptRollout(images="media")).run([Document("bad", "bad")])
+
+
+def test_an_outage_of_the_storage_is_waited_for(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [ConnectionResetError("reset"), TimeoutError("late")]
+    real = LocalFileSystem.open
+
+    def flaky(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith("a.png") and failures:
+            raise failures.pop()
+        return real(self, path, *arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "open", flaky)
+    monkeypatch.setattr(retrying, "READING", dataclasses.replace(retrying.READING, first=0.01))
+    (tmp_path / "a.png").write_bytes(picture())
+    rollout = PromptRollout(images="media", media_folder=str(tmp_path))
+    runner(tmp_path, server, rollout).run([Document("x", "0", [media(None, path="a.png")])])
+    assert sent(server) == [picture()]
+    assert failures == []
 
 
 def test_a_file_is_read_only_below_a_folder_that_was_named(server: FakeServer, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from datatrove_ckpt.generation.generate import Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command
@@ -403,8 +404,10 @@ def test_the_numbers_tell_the_models_apart_over_all_attempts(
     said = command("status", "checkpoints").out
     assert re.search(r"^  writer +5 answers; \d+ prompt and \d+ completion tokens$", said, re.MULTILINE)
     assert re.search(r"^  judge +5 answers, 1 failed; ", said, re.MULTILINE)
-    models = orjson.loads(command("status", "checkpoints", "--json").out)["totals"]["models"]
-    assert models["judge"]["failed"] == 1
+    state = orjson.loads(command("status", "checkpoints", "--json").out)
+    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
+    assert state["totals"]["models"]["judge"]["failed"] == 1
+    assert state["ranks"][0]["models"]["judge"]["failed"] == 1
     command("report", "checkpoints", "--output", "page.html")
     assert re.search(r"Models.*judge", Path("page.html").read_text(), re.DOTALL)
     events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers

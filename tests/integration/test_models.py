@@ -38,7 +38,7 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.generation import progress
-from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.answers import Completion
@@ -155,15 +155,18 @@ def test_the_same_payload_has_an_answer_of_each_model(
 def test_an_answer_of_one_model_is_none_of_the_other_in_whichever_order_they_are_asked(
     here: Path, judges: FakeServer
 ) -> None:
+    order = here / "order"
+
     async def rollout(document: Document, generate: Any) -> Any:
-        names = ["writer", "judge"] if Path("asked").exists() else ["judge", "writer"]
+        names = order.read_text().split()  # noqa: ASYNC240
         return {name: (await getattr(generate, name)(payload(document.text))).text for name in names}
 
     with says("writer") as writes:
         writes._status = lambda payload, times: 403 if not times else None
+        order.write_text("judge writer")
         with pytest.raises(ServerRefused):
             runner(here, writes, judges, rollout).run(documents(1))
-        Path("asked").touch()
+        order.write_text("writer judge")
         runner(here, writes, judges, rollout).run(documents(1))
     (row,) = rows(here)
     assert row["metadata"]["rollout_results"] == [{"writer": "writer on text 0", "judge": "judge on text 0"}]
@@ -380,6 +383,19 @@ def test_several_models_on_several_nodes_are_refused(
 
 
 # an early stop --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
+    clients = [SimpleNamespace(router=SimpleNamespace(in_flight=number)) for number in (0, 1)]
+    drain = Drain([1])
+    drain.request_started()
+    over = asyncio.ensure_future(drain.until_over(clients))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not over.done()
+    clients[1].router.in_flight = 0
+    clients[1].router.on_release()
+    await over
 
 
 def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: None) -> None:

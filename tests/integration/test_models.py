@@ -158,7 +158,7 @@ def test_an_answer_of_one_model_is_none_of_the_other_in_whichever_order_they_are
     order = here / "order"
 
     async def rollout(document: Document, generate: Any) -> Any:
-        names = order.read_text().split()  # noqa: ASYNC240
+        names = order.read_text().split()
         return {name: (await getattr(generate, name)(payload(document.text))).text for name in names}
 
     with says("writer") as writes:

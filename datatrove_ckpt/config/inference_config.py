@@ -54,7 +54,8 @@ class InferenceConfig:
         rollouts_per_document: rollouts of each document.
         max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp): as many as keep a
             short queue in each server.
-        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document.
+        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document; times
+            ``texts_per_request``, but at most 10,000 for that.
         request_timeout: seconds for one attempt of a request. None: 3600.
         model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops.
@@ -84,6 +85,8 @@ class InferenceConfig:
             sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
             one that has it stops the rank. False: an answer without one is retried.
+        texts_per_request: most texts in one request of ``generate.embed``. Texts of several documents share requests;
+            each is cached, retried and counted for its own.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -127,6 +130,7 @@ class InferenceConfig:
     reuse_servers: bool = True
     seed: int | None = None
     accept_null_finish_reason: bool = False
+    texts_per_request: int = 1
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -134,7 +138,7 @@ class InferenceConfig:
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
         if self.max_concurrent_documents is None and self.max_concurrent_generations != "auto":
-            self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
+            self.max_concurrent_documents = self.documents_for(self.max_concurrent_generations)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
         # The key between the nodes of the tasks that this process submits. Not on a node of a task: each would make
@@ -226,6 +230,11 @@ class InferenceConfig:
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
+    def documents_for(self, requests: int) -> int:
+        """How many documents in work keep so many requests in flight."""
+        texts = max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
+        return max(1, texts // self.rollouts_per_document)
+
     def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
 
@@ -255,6 +264,7 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+_MOST_TEXTS = 10_000  # each is a document in memory
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {
@@ -276,6 +286,7 @@ _MINIMA = {
     "server_ready_max_attempts": ">= 1",
     "request_max_attempts": ">= 1",
     "replicas": ">= 1",
+    "texts_per_request": ">= 1",
     "server_start_max_retries": ">= 0",
     "server_max_restarts": ">= 0",
 }

@@ -21,7 +21,7 @@ def most_documents(config: InferenceConfig) -> int:
     if config.max_concurrent_documents is not None:
         return config.max_concurrent_documents
     requests = requests_at_once(config.max_concurrent_generations, config.servers)
-    return max(1, requests // config.rollouts_per_document)
+    return config.documents_for(requests)
 
 
 class DocumentLimit:
@@ -35,9 +35,14 @@ class DocumentLimit:
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
 
+    @property
+    def is_full(self) -> bool:
+        """No further document may start."""
+        return self._in_work >= self._size
+
     async def acquire(self) -> None:
         """Returns when there is room, and takes it."""
-        while self._in_work >= self._size:
+        while self.is_full:
             # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
             self._room = asyncio.get_running_loop().create_future()
             await self._room

@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     TooManyOpenFiles,
 )
+from datatrove_ckpt.generation.batches import PAYLOAD_JSON, Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import RankReporter
@@ -42,8 +43,6 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 
-# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
-_PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
@@ -61,6 +60,7 @@ class RankContext(Protocol):
     observer: RankReporter
     client: asyncio.Future[CompletionClient]
     drain: Drain
+    batches: Batches | None
     shutdown: Shutdown
 
     async def wait_for_storage(self) -> None: ...
@@ -168,7 +168,7 @@ class Requests(Ways):
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(payload, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
-        body = trim(orjson.dumps(payload, option=_PAYLOAD))
+        body = trim(orjson.dumps(payload, option=PAYLOAD_JSON))
         self.last_hash, self.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
@@ -198,7 +198,10 @@ class Requests(Ways):
             self._answers.request_started()
             try:
                 client = rank.client.result() if rank.client.done() else await asyncio.shield(rank.client)
-                completion = await client.complete(body, way)
+                if rank.batches is not None and way.is_shared:
+                    completion = await rank.batches.complete(client, payload, way)
+                else:
+                    completion = await client.complete(body, way)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
@@ -280,9 +283,9 @@ def _digest(payload: Payload) -> str:
     Raises:
         InferenceError: JSON cannot express the payload.
     """
-    option, fields = _PAYLOAD | orjson.OPT_SORT_KEYS, payload
+    option, fields = PAYLOAD_JSON | orjson.OPT_SORT_KEYS, payload
     if not _WITH_SCHEMA.isdisjoint(payload):
-        option, fields = _PAYLOAD, dict(sorted(payload.items()))
+        option, fields = PAYLOAD_JSON, dict(sorted(payload.items()))
     try:
         return payload_hash(orjson.dumps(fields, option=option))
     except TypeError as error:
@@ -379,6 +382,11 @@ class Drain:
         self._waiting += 1
         self.check_soon()
 
+    @property
+    def all_wait(self) -> bool:
+        """Whether each document in work waits for an answer."""
+        return self._waiting == len(self._documents)
+
     def request_finished(self) -> None:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
@@ -394,14 +402,16 @@ class Drain:
     def check_soon(self) -> None:
         """A document has ended, or waits, or a request is no longer in flight."""
         if self._active:
-            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
-            asyncio.get_running_loop().call_soon(self._check)
+            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout, a
+            # shared one by way of the tasks of its texts.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._check)
 
     def _check(self) -> None:
         in_flight = self._client.router.in_flight if self._client is not None else 0
         if in_flight:
             return
-        if self._waiting == len(self._documents):
+        if self.all_wait:
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

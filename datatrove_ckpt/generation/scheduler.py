@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import DocumentNotSerializable, causes
+from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
@@ -74,6 +75,9 @@ class Scheduler:
         self._idle.set()
         self.documents = DocumentTasks()
         self.drain = Drain(self.documents)
+        texts = self.config.texts_per_request
+        self.batches = Batches(texts, self._all_wait) if texts > 1 else None
+        self._all_admitted = False
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
@@ -103,6 +107,7 @@ class Scheduler:
             # All waits are inside this block: an error that ends one must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
+                self._all_admitted = True
                 await self._idle.wait()
             except BaseException:
                 self.shutdown.abort()
@@ -135,6 +140,10 @@ class Scheduler:
                     await wait_until_cancelled()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
+
+    def _all_wait(self) -> bool:
+        """Whether there is no further request before one is answered."""
+        return self.drain.all_wait and (self._all_admitted or self._document_limit.is_full)
 
     def _look_at_first(self, document: Document) -> None:
         if self.metadata_key in document.metadata:

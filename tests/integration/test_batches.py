@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceError
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_preemption import preempted, reraised  # noqa: F401
+from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
-from tests.jobs import Budget, documents, letters, rows, runner
+from tests.jobs import Budget, documents, letters, rows, runner, writer
+from tests.patience import ChangePolicy
 
 Payload = dict[str, Any]
 
@@ -142,14 +146,14 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared: FakeSe
     async def ask(document: Document, generate: Any) -> object:
         if int(document.id[3:]) < 8:
             return await generate.embed(document.text)
-        for turn in range(1000):
+        for turn in count():  # until the rank stops
             await generate.embed(f"{document.id} {turn}")
         return "done"
 
     config = {"texts_per_request": 8, "server_patience_seconds": 0.5, "request_max_attempts": 2}
     with pytest.raises(CkptError, match=r"id 5.*this request failed while others were answered"):
         runner(tmp_path, shared, ask, config=config).run(documents(10))
-    assert asked(shared)["text 4"] <= 4
+    assert asked(shared)["text 4"] <= 9
     alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]
     assert alone
 
@@ -197,3 +201,87 @@ def test_what_differs_in_more_than_its_text_shares_no_request(shared: FakeServer
         assert found == [("id 0", "b"), ("id 0", "text 0"), ("id 1", "b"), ("id 1", "text 1")]
     else:
         assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
+
+
+# a stop, and servers that die -----------------------------------------------------------------------------------------
+
+
+async def one_after_the_other(document: Document, generate: Any) -> object:
+    return [await generate.embed(document.text), await generate.embed(f"{document.text} again")]
+
+
+@pytest.mark.usefixtures("reraised")
+@pytest.mark.parametrize("texts", [2, 3])
+def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path: Path, texts: int) -> None:
+    """Its documents need another request, so the rank stops with their answers, which nobody asks for again."""
+    with FakeServer(hold_after=0) as server:
+        server.paths = {"/v1/embeddings": embeddings}
+        config = {"texts_per_request": texts}
+        step = runner(tmp_path, server, one_after_the_other, drain_seconds=600, config=config)
+        preempted(step, 6, server, 6 // texts, match="SIGTERM")
+        assert asked(server) == {f"text {index}": 1 for index in range(6)}
+        step.run(documents(6))
+        assert asked(server) == {f"text {index}{end}": 1 for index in range(6) for end in ("", " again")}
+        runner(tmp_path / "other", server, one_after_the_other).run(documents(6))
+    assert output(tmp_path) == output(tmp_path / "other")
+
+
+@pytest.mark.usefixtures("reraised")
+def test_documents_whose_texts_are_all_in_flight_at_a_stop_finish(tmp_path: Path) -> None:
+    finished: list[str] = []
+
+    async def rollout(document: Document, generate: Any) -> object:
+        vectors = await generate.embed([document.text, f"{document.text} again"])
+        finished.append(document.id)
+        return vectors
+
+    with FakeServer(hold_after=0) as server:
+        server.paths = {"/v1/embeddings": embeddings}
+        config = {"texts_per_request": 6, "max_concurrent_documents": 3}
+        step = runner(tmp_path, server, rollout, drain_seconds=600, config=config)
+        preempted(step, 6, server, 1)
+        assert sizes(server) == [6]
+        assert finished == ["id 0", "id 1", "id 2"]
+        step.run(documents(6))
+    assert finished == [f"id {index}" for index in range(6)]
+
+
+# The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die once".
+EMBEDS = ENGINE.replace(
+    '    question = payload["messages"][0]["content"]\n',
+    """    texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+    question = next((text for text in texts if text.startswith("die")), "")
+""",
+).replace(
+    '    message = {"content": f"{os.getpid()} says {question}"}\n',
+    '    return 200, {"data": [{"index": at, "embedding": [len(text), 0.5]} for at, text in enumerate(texts)]}\n',
+)
+
+
+@pytest.mark.parametrize("text", ["die once", "die"])
+def test_a_server_that_dies_of_a_text_fails_no_other_document(
+    here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy, text: str
+) -> None:
+    policy("RELAUNCH", first=0.0)
+    policy("RESTART", first=0.01)
+    (here / "engine.py").write_text(EMBEDS)
+    given = documents(8)
+    given[3].text = text
+
+    async def ask(document: Document, generate: Any) -> object:
+        return (await generate.embed(document.text)).tolist()
+
+    settings = {"texts_per_request": 8, "server_max_restarts": 6, "model_kwargs": {"server_script": "engine.py"}}
+    InferenceRunner(
+        ask,
+        InferenceConfig("custom", "m", reuse_servers=False, **settings),
+        output_writer=writer(here),
+        records_per_chunk=8,
+        checkpoints_local_dir=str(here / "checkpoints"),
+        on_document_error="dead_letter",
+    ).run(given)
+    dead = ["id 3"] if text == "die" else []
+    assert [row["id"] for row in rows(here)] == [f"id {i}" for i in range(8) if f"id {i}" not in dead]
+    assert [letter["id"] for letter in letters(here)] == dead
+    starts = len((here / "engines").read_text().splitlines())
+    assert starts in ((4, 5) if dead else (2,))  # with the text in a group of quarantined ones, one more

@@ -85,7 +85,7 @@ class InferenceConfig:
             sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
             one that has it stops the rank. False: an answer without one is retried.
-        texts_per_request: most texts in one request of ``generate.embed``. Texts of several documents share requests;
+        texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several documents share it;
             each is cached, retried and counted for its own.
 
     Raises:

@@ -41,7 +41,8 @@ from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, ref
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
-    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout chat",
+    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout EmbedRollout "
+    "ClassifyRollout chat",
     "datatrove.executor": "SlurmPipelineExecutor RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
@@ -61,7 +62,7 @@ ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 _HOMES = {
     "init_args of the reader": "JsonlReader ParquetReader CSVReader",
     "init_args of output_writer": "JsonlWriter ParquetWriter",
-    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout",
+    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout",
     "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
     "config of InferenceRunner": "InferenceConfig",
     "init_args of InferenceRunner": "InferenceRunner",
@@ -152,20 +153,19 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     return construct(found, node.get("init_args"), label)
 
 
-def construct(cls: Any, arguments: Any, label: str) -> Any:
-    if not isinstance(arguments, dict | None):
-        raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
+def construct(cls: Any, given: Any, label: str) -> Any:
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
+    arguments: dict[str, Any] = given or {}
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments or {}, list(parameters), label, _homes)
-    if "api_key_env" in parameters and (arguments or {}).get("api_key"):
+        refuse_unknown(arguments, list(parameters), label, _homes)
+    if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {
-        key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in (arguments or {}).items()
-    }
+    values = {key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in arguments.items()}
     missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if missing:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
@@ -207,6 +207,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
+        if (named := named_hint(kinds, value)) is not None:
+            return {name: _value(named, one, _inside(label, key), name) for name, one in value.items()}
         return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
@@ -220,10 +222,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return _function(value, label, key) if isinstance(value, str) else value
     with contextlib.suppress(jsonargparse.ArgumentError):
         return checked(hint, value)
-    shown = HIDDEN if may_name_secret(key) else show(value)
-    raise ConfigError(
-        f"{label}: {key}: {shown} is not {in_words(kinds)}{_did_you_mean(value, choices_of(kinds)) or '.'}"
-    )
+    shown, hint = HIDDEN if may_name_secret(key) else show(value), _did_you_mean(value, choices_of(kinds)) or "."
+    raise ConfigError(f"{label}: {key}: {shown} is not {in_words(kinds)}{hint}")
 
 
 def checked(hint: Any, value: Any) -> Any:
@@ -395,7 +395,7 @@ def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
         with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
             hint = _hint_of(import_name(node["class_path"], "class_path"), key)
     elif len(plain := [kind for kind in kinds if dataclasses.is_dataclass(kind)]) == 1:
-        hint = _hint_of(plain[0], key)
+        hint = named_hint(kinds, {key: {}}) or _hint_of(plain[0], key)
     return alternatives(Any if hint is None else hint)
 
 
@@ -466,6 +466,18 @@ def item_hint(kinds: list[Any]) -> Any:
     """What the items of a list may be, if exactly one of the kinds is a list; else None."""
     lists = [kind for kind in kinds if origin(kind) is list]
     return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+
+
+def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
+    """What the values of a mapping of names are, if one of the kinds is such a mapping of dataclasses, and the value is
+    one: it holds mappings only, and no key is a field. Else None.
+    """
+    for kind in kinds:
+        inner = typing.get_args(kind)[1] if origin(kind) is dict and typing.get_args(kind) else None
+        if dataclasses.is_dataclass(inner):
+            is_one = value and all(isinstance(one, dict) for one in value.values())
+            return inner if is_one and not value.keys() & parameters_of(inner)[0].keys() else None
+    return None
 
 
 def is_open(kinds: list[Any]) -> bool:

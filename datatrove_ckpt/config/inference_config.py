@@ -87,6 +87,8 @@ class InferenceConfig:
             one that has it stops the rank. False: an answer without one is retried.
         texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several documents share it;
             each is cached, retried and counted for its own.
+        gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each server, where ranks,
+            replicas or several models share them.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -131,14 +133,26 @@ class InferenceConfig:
     seed: int | None = None
     accept_null_finish_reason: bool = False
     texts_per_request: int = 1
+    gpus: int | None = None
+
+    # No fields: they tell a model of a run with several models about the others. See ``models.py``.
+    name = ""
+    models = tuple[str, ...]()  # the names of all
+    neighbours = 0  # servers of the other models that share the cores with these
+    limits_documents = False  # max_concurrent_documents was given
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
+        self._check_gpus()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
-        if self.max_concurrent_documents is None and self.max_concurrent_generations != "auto":
-            self.max_concurrent_documents = self.documents_for(self.max_concurrent_generations)
+        if self.max_concurrent_documents is not None:
+            self.limits_documents = True
+        elif self.max_concurrent_generations != "auto":
+            self.max_concurrent_documents = max(
+                1, self.texts_for(self.max_concurrent_generations) // self.rollouts_per_document
+            )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
         # The key between the nodes of the tasks that this process submits. Not on a node of a task: each would make
@@ -197,6 +211,17 @@ class InferenceConfig:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed: {self.seed} does not fit into 64 bits.")
 
+    def _check_gpus(self) -> None:
+        if self.gpus is None:
+            return
+        if self.server_type == "endpoint":
+            raise ConfigError("gpus: is for servers that the run launches; remove it.")
+        each = self.engine.gpus_per_server(self)
+        if self.gpus and (self.gpus < each * self.replicas or self.gpus % self.replicas):
+            raise ConfigError(
+                f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * dp * pp = {each}."
+            )
+
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
             tokens = self.default_generation_params.get(name)
@@ -217,6 +242,20 @@ class InferenceConfig:
         return [url.strip() for url in urls]
 
     @property
+    def said(self) -> str:
+        """What stands before a message about one of several models: "judge: "."""
+        return f"{self.name}: " if self.name else ""
+
+    def server_name(self, server: int | str) -> str:
+        """Of one of its servers, within the rank: "0", or "judge 0"."""
+        return f"{self.name} {server}".lstrip()
+
+    @property
+    def gpus_each(self) -> int:
+        """How many GPUs one of the servers gets, where they are divided."""
+        return self.engine.gpus_per_server(self) if self.gpus is None else self.gpus // self.replicas
+
+    @property
     def servers(self) -> int:
         """How many servers a task sends requests to: those that it launches, or the endpoint's URLs."""
         return len(self.endpoint_urls) if self.server_type == "endpoint" else self.replicas
@@ -230,10 +269,9 @@ class InferenceConfig:
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
-    def documents_for(self, requests: int) -> int:
-        """How many documents in work keep so many requests in flight."""
-        texts = max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
-        return max(1, texts // self.rollouts_per_document)
+    def texts_for(self, requests: int) -> int:
+        """How many rollouts in work keep so many requests in flight, if each waits for a text."""
+        return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
     def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
@@ -287,6 +325,7 @@ _MINIMA = {
     "request_max_attempts": ">= 1",
     "replicas": ">= 1",
     "texts_per_request": ">= 1",
+    "gpus": ">= 0",
     "server_start_max_retries": ">= 0",
     "server_max_restarts": ">= 0",
 }
@@ -471,6 +510,7 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
+        task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
@@ -486,6 +526,7 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
+    task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
@@ -567,6 +608,13 @@ class Engine:
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
         instead = "json_schema with an enum" if kind == "choice" else "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
+
+    def lacks(self, way: str) -> str:
+        """Why ``generate`` has no such method with this engine; "" if it has."""
+        if way in self.ways:
+            return ""
+        having = ", ".join(each.name for each in ENGINES.values() if way in each.ways)
+        return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
 
     def require_package(self) -> None:
         if find_spec(self.package) is None:

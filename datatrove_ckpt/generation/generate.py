@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVarTuple
 
 import orjson
@@ -27,14 +28,16 @@ from datatrove_ckpt.errors import (
     ServerError,
     ServerRefused,
     TooManyOpenFiles,
+    named,
 )
 from datatrove_ckpt.generation.batches import PAYLOAD_JSON, Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.ways import Ways
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
+from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.output.documents import Result, result_of, trim
@@ -42,6 +45,7 @@ from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
+from datatrove_ckpt.rollouts.media import media_key, split_media
 
 _Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
@@ -49,18 +53,35 @@ _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT, COMPLETIONS)
-_WAY = "$way"  # in what is hashed; never sent
+_WAY, _MODEL = "$way", "$model"  # in what is hashed; never sent
+
+
+@dataclass(eq=False)
+class Model:
+    """One of the rank's models.
+
+    Attributes:
+        mark: tells its cached answers from those of the first one, whose mark is "".
+        client: ready once its servers are.
+        observer: of its requests.
+        batches: None: texts share no requests.
+    """
+
+    mark: str
+    config: InferenceConfig
+    observer: ModelObserver
+    client: asyncio.Future[CompletionClient]
+    batches: Batches | None
 
 
 class RankContext(Protocol):
     """What a request needs from its rank. See ``Scheduler``."""
 
-    config: InferenceConfig
+    models: dict[str, Model]
+    model: Model
     checkpoint: Checkpoint
     observer: RankReporter
-    client: asyncio.Future[CompletionClient]
     drain: Drain
-    batches: Batches | None
     shutdown: Shutdown
 
     async def wait_for_storage(self) -> None: ...
@@ -104,9 +125,21 @@ class Answers:
 
 
 class Requests(Ways):
-    """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
+    """The ``generate`` callback of one rollout. See ``rollouts.Generate``.
 
-    def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
+    Args:
+        model: that is asked; None: the first one.
+        of: whose requests these are, too: counters and occurrences are those of the rollout.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        answers: Answers,
+        rollout_idx: int,
+        model: Model | None = None,
+        of: Requests | None = None,
+    ) -> None:
         self.last_hash = ""
         self.last_payload: Payload = {}
         self.failed = 0
@@ -115,11 +148,22 @@ class Requests(Ways):
         self.cut_off = self.empty = 0
         """Of these answers, those that ended at max_tokens, and those without a text."""
         self._rank = rank
-        self._config = rank.config
         self._answers = answers
         self._rollout_idx = rollout_idx
-        self._usual = CHAT if rank.config.use_chat else COMPLETIONS
-        self._occurrences: dict[str, int] = {}
+        self._model = model or rank.model
+        self._config = self._model.config
+        self._of = of
+        self._usual = CHAT if self._config.use_chat else COMPLETIONS
+        self._occurrences: dict[str, int] = {} if of is None else of._occurrences
+
+    def __getattr__(self, name: str) -> Requests:
+        """``generate.judge``: the same for another model."""
+        model = None if name.startswith("_") else self._rank.models.get(name)
+        if model is None:
+            named = ", ".join(filter(None, self._rank.models)) or 'none: config={"judge": ...} names models'
+            raise AttributeError(f"generate has no {name!r}, and the models of this run are {named}")
+        # Not kept: the two would refer to each other, and only the garbage collector could free them.
+        return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
     def __call__(self, payload: Payload, /, *, path: str | None = None) -> Coroutine[Any, Any, Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
@@ -153,7 +197,7 @@ class Requests(Ways):
         if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
-        config, generates = self._rank.config, way in _GENERATING
+        config, generates, own = self._config, way in _GENERATING, self._of or self
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
         payload = {**payload, "model": config.model_name_or_path}
         if generates:
@@ -168,8 +212,8 @@ class Requests(Ways):
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(payload, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
-        body = trim(orjson.dumps(payload, option=PAYLOAD_JSON))
-        self.last_hash, self.last_payload = key.payload_hash, payload
+        body = _body(payload)
+        own.last_hash, own.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
@@ -180,58 +224,63 @@ class Requests(Ways):
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
-            self.failed += 1
+            own.failed += 1
             self._answers.rejections.append(error)
             raise _failed(error, payload) from error
         except InferenceError:
-            self.failed += 1
+            own.failed += 1
             raise
         usage, text, reason = result.usage, result.text, result.finish_reason
-        self.cut_off += reason == "length"
-        self.empty += generates and reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
-        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        own.cut_off += reason == "length"
+        own.empty += generates and reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
+        own.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
-    async def _send(self, key: AnswerKey, body: bytes, payload: Payload, way: Way) -> Result:
-        rank = self._rank
+    async def _send(self, key: AnswerKey, body: AnyBody, payload: Payload, way: Way) -> Result:
+        rank, model = self._rank, self._model
         try:
             self._answers.request_started()
             try:
-                client = rank.client.result() if rank.client.done() else await asyncio.shield(rank.client)
-                if rank.batches is not None and way.is_shared:
-                    completion = await rank.batches.complete(client, payload, way)
+                client = model.client.result() if model.client.done() else await asyncio.shield(model.client)
+                if model.batches is not None and way.is_shared:
+                    completion = await model.batches.complete(client, payload, way)
                 else:
                     completion = await client.complete(body, way)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             raise _failed(error, payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             # The rank stops, whatever the rollout does with the error that it sees.
+            named(error, model.config.name)
             rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
-        rank.observer.answered(completion)
+        model.observer.answered(completion)
         fields = _fields(completion)
         if self._keep(key, Answer(trim(orjson.dumps(fields)), None)):
             await rank.wait_for_storage()
         return _result(fields)
 
     def _digest(self, payload: Payload, way: Way) -> str:
-        """The same for equal payloads of one way. Those of the usual way have the hash of the payload alone."""
-        return _digest(payload if way is self._usual else {**payload, _WAY: way.name})
+        """The same for equal payloads of one way and model. Those of the usual way to the first model have the hash of
+        the payload alone.
+        """
+        if way is not self._usual:
+            payload = {**payload, _WAY: way.name}
+        return _digest({**payload, _MODEL: self._model.mark} if self._model.mark else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
-        client = self._rank.client
+        client = self._model.client
         known = client.done() and not client.cancelled() and client.exception() is None
         believed = client.result().stats.without_reason if known else 0
         error = ServerRefused(
@@ -241,6 +290,7 @@ class Requests(Ways):
             "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
             "among the finish_reasons of documents that are finished already, because those stay as they are.)"
         )
+        named(error, self._model.config.name)
         self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
@@ -287,9 +337,16 @@ def _digest(payload: Payload) -> str:
     if not _WITH_SCHEMA.isdisjoint(payload):
         option, fields = PAYLOAD_JSON, dict(sorted(payload.items()))
     try:
-        return payload_hash(orjson.dumps(fields, option=option))
+        return payload_hash(orjson.dumps(fields, option=option, default=media_key))
     except TypeError as error:
         raise _failed(error, payload) from error
+
+
+def _body(payload: Payload) -> AnyBody:
+    try:
+        return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
+    except TypeError:  # there are media in it: ``_digest`` has refused all else
+        return Body(*split_media(payload, PAYLOAD_JSON))
 
 
 def _failed(error: Exception, payload: Payload) -> InferenceError:
@@ -324,12 +381,14 @@ def _fields(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
         "reasoning": completion.reasoning,
+        "response_id": completion.response_id,
+        "model": completion.model,
     }
     if completion.answer is not None:
         fields["answer"] = completion.answer
     elif completion.tool_calls or completion.logprobs or completion.choices:
         fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
-    return {**fields, "response_id": completion.response_id, "model": completion.model}
+    return fields
 
 
 def _result(fields: dict[str, Any]) -> Result:
@@ -373,7 +432,7 @@ class Drain:
         self._documents = documents
         self._active = False
         self._waiting = 0
-        self._client: CompletionClient | None = None
+        self._clients: Sequence[CompletionClient] = ()
         self._over = asyncio.Event()
         self._grace_started = False
 
@@ -391,10 +450,10 @@ class Drain:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
 
-    async def until_over(self, client: CompletionClient | None) -> None:
-        """Returns when no more document can finish, now that a stop is requested. None: no server is ready."""
-        self._active, self._client = True, client
-        if client is not None:
+    async def until_over(self, clients: Sequence[CompletionClient]) -> None:
+        """Returns when no more document can finish, now that a stop is requested. ``clients``: of servers that run."""
+        self._active, self._clients = True, clients
+        for client in clients:
             client.router.on_release = self.check_soon
         self.check_soon()
         await self._over.wait()
@@ -408,8 +467,7 @@ class Drain:
             loop.call_soon(loop.call_soon, self._check)
 
     def _check(self) -> None:
-        in_flight = self._client.router.in_flight if self._client is not None else 0
-        if in_flight:
+        if any(client.router.in_flight for client in self._clients):
             return
         if self.all_wait:
             self._over.set()

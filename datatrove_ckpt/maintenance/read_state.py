@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.history_log import (
     RecentHistory,
     downtime,
 )
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
@@ -350,10 +350,14 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
         rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
+        rank.models = last.models
     rank.reshards = ledger.run.get(RESHARDS, 0)
     if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
         rank.position = InputPosition()  # of the share before
     _judge(rank, recent, ledger.is_finished, now, copied_at)
+    if rank.state != "running":
+        for model in rank.models.values():
+            model.in_flight = model.waiting = 0
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
@@ -472,10 +476,11 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> N
 
 def _unanswered(last: Progress, now: float) -> str:
     """The same for ranks whose servers went at nearly the same time: they share a line then."""
-    seconds, patience, unreachable = last.silence
+    seconds, patience, unreachable, model = last.silence
     seconds = max(30.0, min(patience, seconds + now - last.at) // 30 * 30)
     what = "is unreachable" if unreachable else "gives no answers"
-    return f"no answer for {duration(seconds)}: the server {what}; stops at {patience:g} s (server_patience_seconds)"
+    server = f"the server of {model}" if model else "the server"
+    return f"no answer for {duration(seconds)}: {server} {what}; stops at {patience:g} s (server_patience_seconds)"
 
 
 def _stuck(recent: RecentHistory, now: float) -> str:
@@ -515,9 +520,8 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     documents finishes fewer of them, and is not slow: both documents and tokens must be few.
     """
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
-    if not running:
-        return
-    finished = [speed for rank in ranks if rank.state == "finished" and (speed := _average_speed(rank))[1]]
+    measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
+    finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
     peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished
     if len(peers) < _MIN_PEERS:
         return
@@ -539,14 +543,6 @@ def find_left(ranks: Sequence[RankState]) -> None:
             rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
 
 
-def _speed(rates: Rates) -> tuple[float, float]:
-    """Documents and tokens per second; requests, if no server counts tokens."""
-    return rates.documents, rates.prompt_tokens + rates.completion_tokens or rates.requests
-
-
-def _average_speed(rank: RankState) -> tuple[float, float]:
-    """The same over all attempts; nothing if that would be chance."""
-    work, seconds = rank.work, rank.seconds
-    if not rank.is_measured:
-        return 0.0, 0.0
-    return work.documents / seconds, (work.prompt_tokens + work.completion_tokens or work.requests) / seconds
+def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
+    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
+    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds

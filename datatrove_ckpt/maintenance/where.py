@@ -218,15 +218,9 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
     folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    place = Place(
-        str(local),
-        local or Path(),
-        [path],
-        tasks=tasks if isinstance(tasks, int) and is_count(tasks) else 1,
-        logging_dir=logging_dir if isinstance(logging_dir, str) else None,
-        output=folder if isinstance(folder, str) else None,
-        config=config,
-    )
+    place = Place(str(local), local or Path(), [path], config=config)
+    place.tasks = tasks if isinstance(tasks, int) and is_count(tasks) else 1
+    place.logging_dir, place.output = (one if isinstance(one, str) else None for one in (logging_dir, folder))
     if local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
@@ -313,8 +307,10 @@ def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
     config, writer, rollout = (_settings(runner.get(name)) for name in ("config", "output_writer", "rollout_fn"))
     if isinstance(folder := writer.get("output_folder"), str) and "$" not in folder:
         yield "output_folder", folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))  # noqa: PTH100, PTH111 (as datatrove)
-    if "model_name_or_path" in config:
-        yield "model", config["model_name_or_path"]
+    named = all(isinstance(one, dict) for one in config.values())  # several models: see ``config.models``
+    for number, (name, one) in enumerate(config.items() if named else [("", config)]):
+        if "model_name_or_path" in one:
+            yield f"{name}.model" if number else "model", one["model_name_or_path"]
     for name in ("records_per_chunk", "metadata_key", "rollouts_per_document"):
         if name in runner:
             yield name, runner[name]

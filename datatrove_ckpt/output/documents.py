@@ -74,6 +74,7 @@ class PathResult(Result):
     answer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+Result.__name__ = WholeResult.__name__ = PathResult.__name__ = "InferenceResult"  # in messages about their attributes
 RESULTS = frozenset({InferenceResult, Result, WholeResult, PathResult})
 
 

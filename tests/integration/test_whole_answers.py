@@ -134,3 +134,26 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server: FakeSer
 
     with pytest.raises(ServerRefused, match=r"/v1/embeddings answered HTTP 404"):
         runner(tmp_path, server, ask).run(documents(1))
+
+
+def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    async def ask(document: Document, generate: Any) -> object:
+        if document.id == "id 1":
+            whole.message, whole.logprobs = {}, None
+            return await generate({"messages": [{"role": "user", "content": document.text}]})
+        whole.message, whole.logprobs = {"tool_calls": [CALL]}, LOGPROBS
+        return await ask_whole(document, generate)
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    config = {"max_concurrent_documents": 1}
+    runner(tmp_path, whole, ask, config=config, output_writer=writer).run(documents(3))
+    found = {
+        row["id"]: row["metadata"]["rollout_results"][0]
+        for row in pyarrow.parquet.read_table(tmp_path / "output").to_pylist()
+    }
+    assert found["id 1"]["tool_calls"] is found["id 1"]["logprobs"] is found["id 1"]["choices"] is None
+    assert found["id 1"]["text"]
+    assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
+    assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5

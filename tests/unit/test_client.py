@@ -286,7 +286,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
 
 
-@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407])
+@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)

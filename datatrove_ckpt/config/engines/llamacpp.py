@@ -36,6 +36,8 @@ _WAYS = {  # it serves no classes
     "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
     "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
 }
+# How vectors are pooled, the GGUF file says; of a model that generates, pooling_type must.
+_TASK_FLAGS = {"embed": {"embedding": True}}
 
 
 class Llamacpp(Engine):
@@ -47,6 +49,7 @@ class Llamacpp(Engine):
         "",  # it preempts nothing
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     )
+    task_flags = _TASK_FLAGS
     ways = _WAYS
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
@@ -56,7 +59,7 @@ class Llamacpp(Engine):
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: Launch) -> EngineCommand:
-        """Replicas divide the cores, because more threads than cores slow all of them."""
+        """The servers of a rank divide the cores, because more threads than cores slow all of them."""
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
@@ -66,7 +69,7 @@ class Llamacpp(Engine):
             "port": launch.port,
             "context": config.model_max_context,
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
-            "threads": max(1, usable_cores() // config.replicas),
+            "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 

@@ -72,7 +72,9 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
         from datatrove_ckpt.generation.export.tracking import tracking
 
-        settings = shown("", {"config": runner.config, "monitoring": config})
+        settings = shown(
+            "", {"config": runner.models if len(runner.models) > 1 else runner.config, "monitoring": config}
+        )
         job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
         stack.callback(lambda: job.leave(exports.seconds))
@@ -110,7 +112,7 @@ class Exports:
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
         now, spread = time.time(), self.history.spread()
-        state = "running" if self.history.client is not None else "starting"
+        state = "running" if self.history.clients else "starting"
         if self._end or self.shutdown.is_requested:
             state = self._end or "stopping"
         return RankNow(run, rank, host, job, started_at, ranks, state, now, progress, spread)

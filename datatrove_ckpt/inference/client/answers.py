@@ -205,13 +205,11 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
 def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
     answer = _answer(raw, redact)
     choices, usage = _choices(answer, redact), _usage(answer)
-    all_read = [_choice(choice, usage, *read(choice)) for choice in choices]
-    completion = all_read[0]
+    completion = _choice(choices[0], usage, *read(choices[0]))
     if len(choices) > 1:
-        completion.choices = [
-            {name: getattr(each, name) for name in ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")}
-            for each in all_read
-        ]
+        all_read = [completion, *(_choice(choice, usage, *read(choice)) for choice in choices[1:])]
+        names = "text", "finish_reason", "reasoning", "tool_calls", "logprobs"
+        completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
     _name(completion, answer)
     return completion
 

@@ -7,7 +7,7 @@
     finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
-    401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be exchanged
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
@@ -66,6 +66,7 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
+from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
     AttemptLost,
@@ -143,17 +144,20 @@ class Outage:
     Args:
         patience: ``server_patience_seconds``.
         clock: like ``time.monotonic``.
+        model: the name of the client's model, if there are several.
 
     Attributes:
         answers: how many requests were answered.
         unreachable: whether the last failure says that no server can be reached.
     """
 
-    def __init__(self, patience: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
         self.patience = patience
+        self.model = model
         self.clock = clock
         self.answers = 0
         self.unreachable = False
+        self._said = f"{model}: " if model else ""
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -162,7 +166,7 @@ class Outage:
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                logger.info(f"Requests are answered again, after {self.seconds:.0f} s.")
+                logger.info(f"{self._said}Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
@@ -192,7 +196,8 @@ class Outage:
         """Logs that the run waits, if it is time for that."""
         if self._since is not None and self.next_line() <= 0:
             self._said_at = self.clock()
-            logger.warning(waiting(str(failure), failure.unreachable, self.seconds, self.patience))
+            line = waiting(str(failure), failure.unreachable, self.seconds, self.patience)
+            logger.warning(f"{self._said}{line}")
 
     def next_line(self) -> float:
         """Seconds until the next line is due; infinite while requests are answered."""
@@ -300,7 +305,7 @@ class CompletionClient:
     ) -> None:
         self.stats = ClientStats()
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
-        self.outage = Outage(config.server_patience_seconds, clock)
+        self.outage = Outage(config.server_patience_seconds, clock, config.name)
         self.on_server: OnServer = lambda what, name, url, why: None
         self._config = config
         self._sleep = sleep
@@ -357,7 +362,7 @@ class CompletionClient:
             target.transports[way.path] = found
         return found
 
-    async def complete(self, body: bytes, way: Way | None = None, request: Request | None = None) -> Completion:
+    async def complete(self, body: AnyBody, way: Way | None = None, request: Request | None = None) -> Completion:
         """The answer to one request.
 
         Args:
@@ -449,7 +454,7 @@ class CompletionClient:
             f"Last cause: {deaths[-1].cause}"
         )
 
-    async def _attempt(self, target: Target, request: Request, body: bytes, way: Way) -> Completion:
+    async def _attempt(self, target: Target, request: Request, body: AnyBody, way: Way) -> Completion:
         if not target.up:  # it died after it was assigned to this request
             raise AttemptLost
         transport = self._transport(target, way)
@@ -485,7 +490,7 @@ class CompletionClient:
         return answer
 
     async def _send(
-        self, target: Target, transport: Transport, request: Request, body: bytes, started_at: float, way: Way
+        self, target: Target, transport: Transport, request: Request, body: AnyBody, started_at: float, way: Way
     ) -> Completion:
         try:
             raw = await post(transport, body, self._config.model_name_or_path)

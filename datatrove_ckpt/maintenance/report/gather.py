@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets
+from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
 from datatrove_ckpt.maintenance.documents import ShownDocument
@@ -245,10 +245,16 @@ def _tokens(run: RunState, kind: str) -> int:
 def gpus_in(node: object) -> int | None:
     """GPUs of one rank by a YAML file's settings; None if they do not tell."""
     if isinstance(node, Mapping) and "server_type" in node:
+        if isinstance(given := node.get("gpus"), int):
+            return given
         numbers = [node.get(name, 1) for name in ("tp", "dp", "pp", "replicas")]
         known = [number for number in numbers if isinstance(number, int) and number > 0]
         return math.prod(known) if len(known) == len(numbers) else None
     parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    models = [one for one in parts if isinstance(one, Mapping) and "server_type" in one]
+    if len(models) > 1:  # of one rollout
+        of_models = [gpus_in(one) for one in models if one["server_type"] != "endpoint"]
+        return sum(filter(None, of_models)) if None not in of_models else None
     return next((gpus for gpus in map(gpus_in, parts) if gpus is not None), None)
 
 
@@ -292,11 +298,11 @@ def _tables(
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
+    yield _models(run.together.models)
     yield _ranks(ranks)
     yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
-    identity = [
-        (key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in run.identity.items()
-    ]
+    known = run.identity.items()
+    identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
 
 
@@ -327,15 +333,10 @@ def _interruptions(found: Sequence[Interruption]) -> Table:
 
 def _interruption(one: Interruption) -> list[str]:
     unknown = "not known" if one.why == NO_WORD else ""
-    return [
-        one.name,
-        clock(one.at),
-        one.why,
-        one.place,
-        "none yet" if one.away is None else duration(one.away),
-        "" if one.starting is None else duration(one.starting),
-        unknown if one.repeated is None else figure(one.repeated),
-    ]
+    away = "none yet" if one.away is None else duration(one.away)
+    starting = "" if one.starting is None else duration(one.starting)
+    again = unknown if one.repeated is None else figure(one.repeated)
+    return [one.name, clock(one.at), one.why, one.place, away, starting, again]
 
 
 def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
@@ -345,14 +346,10 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
         requests: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [attempt.spread for log in logs for attempt in log.attempts if attempt.spread is not None]
-    kinds = {
-        "latency": [one.milliseconds for one in found],
-        "prompt tokens": [one.prompt_tokens for one in found],
-        "completion tokens": [one.completion_tokens for one in found],
-    }
+    kinds = {"latency": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
     rows, counted = [], 0
-    for kind, spreads in kinds.items():
-        buckets = Buckets(sum((Counter(one) for one in spreads), Counter()))
+    for kind, name in kinds.items():
+        buckets = Buckets(sum((Counter(getattr(one, name)) for one in found), Counter()))
         if number := sum(buckets.values()):
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
@@ -360,6 +357,17 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
     of = f" of {figure(requests)}" if counted < requests else ""
     note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
+
+
+def _models(models: Mapping[str, ModelWork]) -> Table:
+    """Empty for a single model: its numbers are those of the run."""
+    rows = []
+    for name, model in models.items():
+        work = model.total
+        numbers = work.requests, work.failed, work.prompt_tokens, work.completion_tokens, work.retries + work.resent
+        rows.append([name, *map(figure, numbers), figure(work.restarts)])
+    columns = ("model", "answers#", "failed#", "prompt tokens#", "completion tokens#", "sent again#", "restarts#")
+    return Table("Models", columns, rows, "What all attempts sent; the last minute before a kill is missing.")
 
 
 def _limit(buckets: Buckets, number: float) -> float:
@@ -384,20 +392,9 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
         if is_slow and not reason and rate is not None:
             reason = f"slow: {percent(rate / median)} of the median"
         tones.append("critical" if _TONES.get(state.state) == "critical" else "warning" if is_slow else "")
-        rows.append(
-            [
-                one.key,
-                state.state,
-                figure(state.documents),
-                "" if share is None else percent(share),
-                "" if rate is None else figure(rate),
-                figure(state.number_of_attempts),
-                figure(state.chunks),
-                figure(state.unfinished_chunks),
-                figure(state.counts.dead),
-                reason,
-            ]
-        )
+        done, pace = "" if share is None else percent(share), "" if rate is None else figure(rate)
+        numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
+        rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), reason])
     note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
     columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
     return Table("Ranks", columns, rows, note, tones)

@@ -22,6 +22,7 @@ from datatrove_ckpt.rollouts.interface import (
     chat,
 )
 from datatrove_ckpt.rollouts.judge import JudgeRollout
+from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
@@ -36,6 +37,7 @@ __all__ = [
     "Generate",
     "InferenceResult",
     "InvalidAnswer",
+    "InvalidMedia",
     "JudgeRollout",
     "Payload",
     "PromptRollout",
@@ -44,6 +46,7 @@ __all__ = [
     "Rollout",
     "chat",
     "for_config",
+    "media_part",
     "split_text",
 ]
 

@@ -63,7 +63,11 @@ class BestOfRollout(Judged):
         self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        judge, payload = self._judge(generate), await self._payload(document)
+        async with self._media(document) as parts:
+            return await self._best(document, generate, parts)
+
+    async def _best(self, document: Document, generate: Generate, parts: list[Payload]) -> object:
+        judge, payload = self._judge(generate), await self._payload(document, parts)
         results = [one for one in await self._ask(generate, [payload] * self.candidates) if one is not None]
         if not results:
             return None
@@ -71,7 +75,7 @@ class BestOfRollout(Judged):
         if self.judge_prompt is None:
             scores: list[float | None] = [*self._votes(results)]
         else:
-            payloads = [await self._to_judge(document, answer=str(one.text)) for one in results]
+            payloads = [await self._to_judge(document, parts, answer=str(one.text)) for one in results]
             asked = await generate_all(judge, payloads)
             scores = [self._score(str(one.text)) for one in asked]
         # max takes the first one of several

@@ -3,6 +3,7 @@
 # No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
 
 import re
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from datatrove.data import Document
@@ -13,6 +14,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import CANNED
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
+from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
 
@@ -54,7 +56,7 @@ class Judged(PromptRollout):
         asked: Generate = generate if self.judge is None else getattr(generate, self.judge)
         return asked
 
-    async def _to_judge(self, document: Document, **answer: str) -> Payload:
+    async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
         assert self.judge_prompt is not None
         source = prompt_source(document, self.prompt_column)
         text = source if isinstance(source, str) else document.text
@@ -64,7 +66,8 @@ class Judged(PromptRollout):
             return fill(template, document, text, **answer)
 
         content = filled(await self._cut(template, filled, text, None))
-        return chat_payload(None, content, {"temperature": 0} if self.judge_params is None else self.judge_params)
+        params = {"temperature": 0} if self.judge_params is None else self.judge_params
+        return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
         found = _NUMBER.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
@@ -128,13 +131,17 @@ class JudgeRollout(Judged):
             self.form_for = CANNED
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        async with self._media(document) as parts:
+            return await self._scored(document, generate, parts)
+
+    async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
         judge = self._judge(generate)
         answer: InferenceResult | None = None
         if self.prompt is not None:
-            (answer,) = await self._ask(generate, [await self._payload(document)])
+            (answer,) = await self._ask(generate, [await self._payload(document, parts)])
             if answer is None:
                 return None
-        payload = await self._to_judge(document, **({} if answer is None else {"answer": str(answer.text)}))
+        payload = await self._to_judge(document, parts, **({} if answer is None else {"answer": str(answer.text)}))
         if self.form_for == CANNED:
             judged = await judge(payload)
         else:

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
+    from datatrove_ckpt.rollouts import Ranked as Ranked
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
+    "Classification": f"{__name__}.rollouts",
     "CkptError": f"{__name__}.errors",
     "InferenceConfig": f"{__name__}.config",
     "InferenceError": _TYPES,
@@ -39,6 +42,7 @@ _MODULES = {
     "InferenceRunner": f"{__name__}.runner",
     "LocalPipelineExecutor": f"{__name__}.executor",
     "MonitoringConfig": f"{__name__}.config",
+    "Ranked": f"{__name__}.rollouts",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
     "run": "datatrove_ckpt.cli.short_form",

@@ -68,6 +68,13 @@ class CkptError(Exception):
         return printable(super().__str__())
 
 
+def named(error: CkptError, model: str) -> CkptError:
+    """The same error; its message begins with the name of the model that it is about, unless that is ""."""
+    if model and not str(error).startswith(f"{model}: "):
+        error.args = (f"{model}: {error.args[0] if error.args else ''}", *error.args[1:])
+    return error
+
+
 class ConfigError(CkptError, ValueError):
     """A setting cannot work. The message names the key, its value and what is allowed.
 

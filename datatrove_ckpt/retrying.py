@@ -324,7 +324,7 @@ _5XX = frozenset(range(500, 600))
 
 # Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/client.py``).
 SERVER = RetryPolicy(
-    retried=frozenset({408, 409, 425, 429}) | _5XX,
+    retried=frozenset({408, 409, 425, 429}) | _5XX - {501},  # "not implemented" is no state that passes
     limited=frozenset({429, 503, 529}),
     first=0.5,
     longest=30.0,

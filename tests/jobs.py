@@ -23,7 +23,7 @@ STOPS_SOON = {"server_patience_seconds": 0.1}
 
 @asynccontextmanager
 async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
-    leases = await lease_gpus(config)
+    (leases,) = (await lease_gpus([config])).values()
     try:
         yield leases
     finally:

@@ -9,7 +9,7 @@ that took the rank over, also one that left no line here.
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, q, out, pos: see ``Progress``
+    progress    s, d, c, all, own, err, own_err, q, out, pos, m: see ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import orjson
 
@@ -73,17 +73,21 @@ class InputPosition(NamedTuple):
 class Silence(NamedTuple):
     """For how long no request was answered, although some failed, and after how long the rank stops for it.
 
-    ``unreachable``: no server can be reached.
+    ``unreachable``: no server can be reached. ``model``: whose servers, if there are several models.
     """
 
     seconds: float = 0.0
     patience: float = 0.0
     unreachable: bool = False
+    model: str = ""
 
     @property
     def lasts(self) -> bool:
         """Whether it has to be said: shorter ones are everyday life."""
         return self.seconds >= _LASTS
+
+    def to_json(self) -> list[float | str]:
+        return list(self if self.model else self[:3])
 
 
 @dataclass(slots=True)
@@ -222,6 +226,30 @@ class ServerEvent(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
+class ModelWork:
+    """What one of several models did: in all attempts, in this one, and now. Of ``WorkCounts``, what is its own."""
+
+    total: WorkCounts = field(default_factory=WorkCounts)
+    own: WorkCounts = field(default_factory=WorkCounts)
+    in_flight: int = 0
+    waiting: int = 0
+    silence: Silence = field(default_factory=Silence)
+
+    def to_json(self) -> list[object]:
+        numbers = self.total.numbers(), self.own.numbers(), self.own.errors
+        return [*numbers, self.in_flight, self.waiting, self.silence.to_json()]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        total, own, errors, in_flight, waiting, silence = values
+        found = Silence(*silence)
+        if not is_count(in_flight) or not is_count(waiting) or not all(map(is_seconds, found[:2])):
+            raise ValueError("a number is missing or negative")
+        work = WorkCounts.from_json(total, {}), WorkCounts.from_json(own, errors)
+        return cls(total=work[0], own=work[1], in_flight=in_flight, waiting=waiting, silence=found)
+
+
+@dataclass(slots=True, kw_only=True)
 class Progress(_Record):
     """Where the rank stands: written at the start of an attempt, after ten seconds, each minute, and at its end.
 
@@ -237,6 +265,7 @@ class Progress(_Record):
         in_work: documents that are in work.
         silence: of the servers, until now ("out", which lines of older versions lack).
         position: how much of the input is done ("pos").
+        models: by their names, where there are several ("m").
     """
 
     KIND = "progress"
@@ -250,8 +279,10 @@ class Progress(_Record):
     in_work: int = 0
     silence: Silence = field(default_factory=Silence)
     position: InputPosition = field(default_factory=InputPosition)
+    models: dict[str, ModelWork] = field(default_factory=dict)
 
     def to_json(self) -> Json:
+        models = {"m": {name: model.to_json() for name, model in self.models.items()}} if self.models else {}
         return {
             "s": list(self.seconds),
             "d": astuple(self.documents),
@@ -261,8 +292,9 @@ class Progress(_Record):
             "err": self.total.errors,
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
-            "out": list(self.silence),
+            "out": self.silence.to_json(),
             "pos": list(self.position),
+            **models,
         }
 
     @classmethod
@@ -284,6 +316,7 @@ class Progress(_Record):
             in_work=in_work,
             silence=silence,
             position=InputPosition.from_json(data["pos"]),
+            models={_text(name): ModelWork.from_json(model) for name, model in data.get("m", {}).items()},
         )
 
 

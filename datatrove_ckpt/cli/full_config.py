@@ -23,6 +23,7 @@ from datatrove_ckpt.cli.yaml_config import (
     is_open,
     item_hint,
     leaves,
+    named_hint,
     parameters_of,
     short,
 )
@@ -94,6 +95,8 @@ class FullConfig:
         plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
         if isinstance(value, dict) and "class_path" in value:
             return self._node(value, place)
+        if isinstance(value, dict) and plain and (named := named_hint(kinds, value)) is not None:
+            return {key: self._given(named, one, f"{place}.{key}", "") for key, one in value.items()}
         if isinstance(value, dict) and plain:
             return self._arguments(plain[0], value, place)
         if isinstance(value, list) and (element := item_hint(kinds)) is not None:

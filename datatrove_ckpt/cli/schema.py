@@ -27,6 +27,7 @@ from datatrove_ckpt.cli.yaml_config import (
     import_name,
     is_callable,
     is_class,
+    named_hint,
     origin,
     parameters_of,
     sayable,
@@ -168,6 +169,10 @@ class _Definitions:
         plain = [self._arguments(kind) for kind in objects if dataclasses.is_dataclass(kind)]
         if plain:
             node = {"if": {"required": ["class_path"]}, "then": node, "else": plain[0]}
+        if any(named_hint([kind], {"name": {}}) is not None for kind in kinds):  # several, by names of the user's own
+            (named,) = found
+            holds = {"minProperties": 1, "additionalProperties": {"type": "object"}}
+            return {"if": holds, "then": named, "else": node}
         if any(one.get("type") == "object" for one in found):
             return _any_of([*found, node])
         # Not "anyOf", of which an editor shows no mistake inside the object.

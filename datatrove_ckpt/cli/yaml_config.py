@@ -207,6 +207,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     kinds = alternatives(hint)
     is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
     if isinstance(value, dict) and plain and not is_object:
+        if (named := named_hint(kinds, value)) is not None:
+            return {name: _value(named, one, _inside(label, key), name) for name, one in value.items()}
         return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
@@ -395,7 +397,7 @@ def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
         with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
             hint = _hint_of(import_name(node["class_path"], "class_path"), key)
     elif len(plain := [kind for kind in kinds if dataclasses.is_dataclass(kind)]) == 1:
-        hint = _hint_of(plain[0], key)
+        hint = named_hint(kinds, {key: {}}) or _hint_of(plain[0], key)
     return alternatives(Any if hint is None else hint)
 
 
@@ -466,6 +468,18 @@ def item_hint(kinds: list[Any]) -> Any:
     """What the items of a list may be, if exactly one of the kinds is a list; else None."""
     lists = [kind for kind in kinds if origin(kind) is list]
     return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+
+
+def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
+    """What the values of a mapping of names are, if one of the kinds is such a mapping of dataclasses, and the value is
+    one: it holds mappings only, and no key is a field. Else None.
+    """
+    for kind in kinds:
+        inner = typing.get_args(kind)[1] if origin(kind) is dict and typing.get_args(kind) else None
+        if dataclasses.is_dataclass(inner):
+            is_one = value and all(isinstance(one, dict) for one in value.values())
+            return inner if is_one and not value.keys() & parameters_of(inner)[0].keys() else None
+    return None
 
 
 def is_open(kinds: list[Any]) -> bool:

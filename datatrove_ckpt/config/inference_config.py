@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
@@ -83,6 +84,8 @@ class InferenceConfig:
             sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
             one that has it stops the rank. False: an answer without one is retried.
+        gpus: how many of this task's GPUs the servers get together; 0: none, so they use the processor. None: tp * dp *
+            pp for each of them, where ranks, replicas or several models share the GPUs.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -126,13 +129,22 @@ class InferenceConfig:
     reuse_servers: bool = True
     seed: int | None = None
     accept_null_finish_reason: bool = False
+    gpus: int | None = None
+
+    # No fields: they tell a model of a run with several models about the others. See ``models.py``.
+    name = ""
+    neighbours = 0  # servers of the other models that share the cores with these
+    limits_documents = False  # max_concurrent_documents was given
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
+        self._check_gpus()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
-        if self.max_concurrent_documents is None and self.max_concurrent_generations != "auto":
+        if self.max_concurrent_documents is not None:
+            self.limits_documents = True
+        elif self.max_concurrent_generations != "auto":
             self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
@@ -192,6 +204,17 @@ class InferenceConfig:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed: {self.seed} does not fit into 64 bits.")
 
+    def _check_gpus(self) -> None:
+        if self.gpus is None:
+            return
+        if self.server_type == "endpoint":
+            raise ConfigError("gpus: is for servers that the run launches; remove it.")
+        each = self.engine.gpus_per_server(self)
+        if self.gpus and (self.gpus < each * self.replicas or self.gpus % self.replicas):
+            raise ConfigError(
+                f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * dp * pp = {each}."
+            )
+
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
             tokens = self.default_generation_params.get(name)
@@ -210,6 +233,20 @@ class InferenceConfig:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
         urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
         return [url.strip() for url in urls]
+
+    @property
+    def said(self) -> str:
+        """What stands before a message about one of several models: "judge: "."""
+        return f"{self.name}: " if self.name else ""
+
+    def server_name(self, server: int | str) -> str:
+        """Of one of its servers, within the rank: "0", or "judge 0"."""
+        return f"{self.name} {server}".lstrip()
+
+    @property
+    def gpus_each(self) -> int:
+        """How many GPUs one of the servers gets, where they are divided."""
+        return self.engine.gpus_per_server(self) if self.gpus is None else self.gpus // self.replicas
 
     @property
     def servers(self) -> int:
@@ -275,6 +312,7 @@ _MINIMA = {
     "server_ready_max_attempts": ">= 1",
     "request_max_attempts": ">= 1",
     "replicas": ">= 1",
+    "gpus": ">= 0",
     "server_start_max_retries": ">= 0",
     "server_max_restarts": ">= 0",
 }
@@ -459,6 +497,7 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
+        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -473,6 +512,7 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
+    ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")

@@ -16,20 +16,24 @@ from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
 from datatrove_ckpt.process.open_files import requests_at_once
 
 
-def most_documents(config: InferenceConfig) -> int:
-    """How many documents may be in work at most."""
-    if config.max_concurrent_documents is not None:
+def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
+    """How many documents may be in work at most.
+
+    Of several models, as many as all of them together have room for: those that wait for one hold back no other.
+    """
+    if config.max_concurrent_documents is not None and (config.limits_documents or not others):
         return config.max_concurrent_documents
-    requests = requests_at_once(config.max_concurrent_generations, config.servers)
-    return max(1, requests // config.rollouts_per_document)
+    requests = [requests_at_once(one.max_concurrent_generations, one.servers) for one in (config, *others)]
+    return max(1, sum(requests) // config.rollouts_per_document)
 
 
 class DocumentLimit:
     """Holds back documents: ``acquire`` before each, in one task; ``release`` after each. On the event loop."""
 
-    def __init__(self, config: InferenceConfig) -> None:
-        self._most = most_documents(config)
+    def __init__(self, config: InferenceConfig, *others: InferenceConfig) -> None:
+        self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
+        self._routers: list[Router] = []
         grows = config.max_concurrent_documents is None
         self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts)) if grows else self._most
         self._in_work = 0
@@ -49,7 +53,8 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, router: Router) -> None:
-        """Grow with the requests that the router lets through, from now on."""
+        """Grow with the requests that the router lets through, from now on. Several models have one each."""
+        self._routers.append(router)
         if self._size < self._most:
             router.on_free = partial(self._grow, router)
             self._grow(router)
@@ -57,7 +62,7 @@ class DocumentLimit:
     def _grow(self, router: Router) -> None:
         is_full = self._in_work >= self._size or self._room is not None
         starved = is_full and router.in_flight < router.capacity
-        wanted = max(router.capacity // self._rollouts, self._size + starved)
+        wanted = max(sum(each.capacity for each in self._routers) // self._rollouts, self._size + starved)
         if self._size < min(wanted, self._most):
             self._size = min(wanted, self._most)
             self._wake()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
-from typing import Any, Protocol, TypeVarTuple
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVarTuple
 
 import orjson
 import xxhash
-from datatrove.pipeline.inference.types import InferenceError, InferenceResult
+from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
@@ -27,15 +28,17 @@ from datatrove_ckpt.errors import (
     ServerError,
     ServerRefused,
     TooManyOpenFiles,
+    named,
 )
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
-from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.generation.ways import Ways
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
-from datatrove_ckpt.output.documents import trim
+from datatrove_ckpt.output.documents import Result, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
@@ -48,15 +51,33 @@ _Arguments = TypeVarTuple("_Arguments")
 _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
+_GENERATING = (CHAT, COMPLETIONS)
+_WAY, _MODEL = "$way", "$model"  # in what is hashed; never sent
+
+
+@dataclass(eq=False)
+class Model:
+    """One of the rank's models.
+
+    Attributes:
+        mark: tells its cached answers from those of the first one, whose mark is "".
+        client: ready once its servers are.
+        observer: of its requests.
+    """
+
+    mark: str
+    config: InferenceConfig
+    observer: ModelObserver
+    client: asyncio.Future[CompletionClient]
 
 
 class RankContext(Protocol):
     """What a request needs from its rank. See ``Scheduler``."""
 
-    config: InferenceConfig
+    models: dict[str, Model]
+    model: Model
     checkpoint: Checkpoint
     observer: RankReporter
-    client: asyncio.Future[CompletionClient]
     drain: Drain
     shutdown: Shutdown
 
@@ -100,10 +121,22 @@ class Answers:
             self._rank.drain.request_finished()
 
 
-class Requests:
-    """The ``generate`` callback of one rollout. See ``rollouts.Generate``."""
+class Requests(Ways):
+    """The ``generate`` callback of one rollout. See ``rollouts.Generate``.
 
-    def __init__(self, rank: RankContext, answers: Answers, rollout_idx: int) -> None:
+    Args:
+        model: that is asked; None: the first one.
+        of: whose requests these are, too: counters and occurrences are those of the rollout.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        answers: Answers,
+        rollout_idx: int,
+        model: Model | None = None,
+        of: Requests | None = None,
+    ) -> None:
         self.last_hash = ""
         self.last_payload: Payload = {}
         self.failed = 0
@@ -114,23 +147,44 @@ class Requests:
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
-        self._occurrences: dict[str, int] = {}
+        self._model = model or rank.model
+        self._config = self._model.config
+        self._of = of
+        self._usual = CHAT if self._config.use_chat else COMPLETIONS
+        self._occurrences: dict[str, int] = {} if of is None else of._occurrences
 
-    def __call__(self, payload: Payload, /) -> Coroutine[Any, Any, InferenceResult]:
+    def __getattr__(self, name: str) -> Requests:
+        """``generate.judge``: the same for another model."""
+        model = None if name.startswith("_") else self._rank.models.get(name)
+        if model is None:
+            named = ", ".join(filter(None, self._rank.models)) or 'none: config={"judge": ...} names models'
+            raise AttributeError(f"generate has no {name!r}, and the models of this run are {named}")
+        # Not kept: the two would refer to each other, and only the garbage collector could free them.
+        return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
+
+    def __call__(self, payload: Payload, /, *, path: str | None = None) -> Coroutine[Any, Any, Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
-        wrong = ""
+        wrong, way = "", self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
         elif payload.get("stream"):
             wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
-        if wrong and not self._rank.shutdown.aborted:
-            error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
-            self._rank.shutdown.abort(error)
-            raise error
-        return self._answered(payload)
+        elif path is not None:
+            try:
+                way = way_to(path)
+            except ValueError as problem:
+                wrong = str(problem)
+        return self._refused(wrong) if wrong else self._answered(payload, way)
 
-    async def _answered(self, payload: Payload) -> InferenceResult:
+    def _refused(self, wrong: str) -> Coroutine[Any, Any, NoReturn]:
+        if self._rank.shutdown.aborted:
+            return wait_until_cancelled()
+        error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+        self._rank.shutdown.abort(error)
+        raise error
+
+    async def _answered(self, payload: Payload, way: Way) -> Result:
         """Returns the cached answer, or sends the payload.
 
         Raises:
@@ -140,76 +194,87 @@ class Requests:
         if self._rank.shutdown.aborted:
             # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
             await wait_until_cancelled()
-        config = self._rank.config
+        config, generates, own = self._config, way in _GENERATING, self._of or self
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
         payload = {**payload, "model": config.model_name_or_path}
-        for name, value in config.default_generation_params.items():
-            payload.setdefault(name, value)
-        warn_of_unknown(payload)
-        digest = _digest(payload)
+        if generates:
+            for name, value in config.default_generation_params.items():
+                payload.setdefault(name, value)
+            warn_of_unknown(payload)
+        digest = self._digest(payload, way)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences.get(digest, 0))
         self._occurrences[digest] = key.occurrence + 1
-        if config.seed is not None and "seed" not in payload:
+        if config.seed is not None and generates and "seed" not in payload:
             slot = self._answers.slot
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
-            key = key._replace(payload_hash=_digest(payload))
+            key = key._replace(payload_hash=self._digest(payload, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
         body = trim(orjson.dumps(payload, option=_PAYLOAD))
-        self.last_hash, self.last_payload = key.payload_hash, payload
+        own.last_hash, own.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:
-                result = await self._send(key, body, payload)
+                result = await self._send(key, body, payload, way)
             else:
                 self._rank.observer.own.cached += 1
-            if config.accept_null_finish_reason and result.finish_reason:
+            if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
-            self.failed += 1
+            own.failed += 1
             self._answers.rejections.append(error)
             raise _failed(error, payload) from error
         except InferenceError:
-            self.failed += 1
+            own.failed += 1
             raise
         usage, text, reason = result.usage, result.text, result.finish_reason
-        self.cut_off += reason == "length"
-        self.empty += reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
-        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        own.cut_off += reason == "length"
+        own.empty += generates and reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
+        own.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
-    async def _send(self, key: AnswerKey, body: bytes, payload: Payload) -> InferenceResult:
-        rank = self._rank
+    async def _send(self, key: AnswerKey, body: bytes, payload: Payload, way: Way) -> Result:
+        rank, model = self._rank, self._model
         try:
             self._answers.request_started()
             try:
-                client = rank.client
-                completion = await (client.result() if client.done() else await asyncio.shield(client)).complete(body)
+                client = model.client.result() if model.client.done() else await asyncio.shield(model.client)
+                completion = await client.complete(body, way)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             raise _failed(error, payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            rank.observer.own.failed += 1
+            model.observer.failed()
             # The rank stops, whatever the rollout does with the error that it sees.
+            named(error, model.config.name)
             rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
-        rank.observer.answered(completion)
-        if self._keep(key, Answer(_to_json(completion), None)):
+        model.observer.answered(completion)
+        fields = _fields(completion)
+        if self._keep(key, Answer(trim(orjson.dumps(fields)), None)):
             await rank.wait_for_storage()
-        return InferenceResult(completion.text, completion.finish_reason, completion.usage, completion.reasoning)
+        return _result(fields)
+
+    def _digest(self, payload: Payload, way: Way) -> str:
+        """The same for equal payloads of one way and model. Those of the usual way to the first model have the hash of
+        the payload alone.
+        """
+        if way is not self._usual:
+            payload = {**payload, _WAY: way.name}
+        return _digest({**payload, _MODEL: self._model.mark} if self._model.mark else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
-        client = self._rank.client
+        client = self._model.client
         known = client.done() and not client.cancelled() and client.exception() is None
         believed = client.result().stats.without_reason if known else 0
         error = ServerRefused(
@@ -219,6 +284,7 @@ class Requests:
             "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
             "among the finish_reasons of documents that are finished already, because those stay as they are.)"
         )
+        named(error, self._model.config.name)
         self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
@@ -277,7 +343,7 @@ def _failed(error: Exception, payload: Payload) -> InferenceError:
     return failed
 
 
-def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
+def _from_cache(answer: Answer, accepts_null: bool) -> Result | None:
     """The cached answer; None if it must be requested again.
 
     Args:
@@ -287,7 +353,7 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
         RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
-        result = InferenceResult(**orjson.loads(answer.result))
+        result = _result(orjson.loads(answer.result))
         return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
@@ -295,14 +361,29 @@ def _from_cache(answer: Answer, accepts_null: bool) -> InferenceResult | None:
     raise RequestRejected(int(status), body, remembered=True)
 
 
-def _to_json(completion: Completion) -> bytes:
-    fields = {
+def _fields(completion: Completion) -> dict[str, Any]:
+    """What is kept of an answer: JSON values."""
+    fields: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
         "reasoning": completion.reasoning,
+        "response_id": completion.response_id,
+        "model": completion.model,
     }
-    return trim(orjson.dumps(fields))
+    if completion.answer is not None:
+        fields["answer"] = completion.answer
+    elif completion.tool_calls or completion.logprobs or completion.choices:
+        fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
+    return fields
+
+
+def _result(fields: dict[str, Any]) -> Result:
+    """``fields``: as kept; of earlier versions, datatrove's alone."""
+    response_id, model = fields.pop("response_id", ""), fields.pop("model", "")
+    result: Result = result_of(fields, Result)
+    result.response_id, result.model = response_id, model
+    return result
 
 
 def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:
@@ -338,7 +419,7 @@ class Drain:
         self._documents = documents
         self._active = False
         self._waiting = 0
-        self._client: CompletionClient | None = None
+        self._clients: Sequence[CompletionClient] = ()
         self._over = asyncio.Event()
         self._grace_started = False
 
@@ -351,10 +432,10 @@ class Drain:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
 
-    async def until_over(self, client: CompletionClient | None) -> None:
-        """Returns when no more document can finish, now that a stop is requested. None: no server is ready."""
-        self._active, self._client = True, client
-        if client is not None:
+    async def until_over(self, clients: Sequence[CompletionClient]) -> None:
+        """Returns when no more document can finish, now that a stop is requested. ``clients``: of servers that run."""
+        self._active, self._clients = True, clients
+        for client in clients:
             client.router.on_release = self.check_soon
         self.check_soon()
         await self._over.wait()
@@ -366,8 +447,7 @@ class Drain:
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        in_flight = self._client.router.in_flight if self._client is not None else 0
-        if in_flight:
+        if any(client.router.in_flight for client in self._clients):
             return
         if self._waiting == len(self._documents):
             self._over.set()

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from typing import get_args
+from typing import Protocol, get_args
 
 from loguru import logger
 
@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
     InputPosition,
+    ModelWork,
     Record,
     ServerEvent,
     ServerWhat,
@@ -34,6 +35,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Spread,
     WorkCounts,
 )
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -64,7 +66,7 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        client: of the servers; None until they are ready.
+        clients: of the models whose servers are ready.
         own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
         skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
@@ -80,9 +82,10 @@ class RankReporter:
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self.client: CompletionClient | None = None
+        self.clients: list[CompletionClient] = []
+        self._models: dict[str, ModelReporter] = {}
         self._source: DocumentSource | None = None
-        self._answered_at = time.monotonic()
+        self.answered_at = time.monotonic()
         self._spread = Buckets(), Buckets(), Buckets()
         self._recent: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()  # of these two: metrics are read in other threads
@@ -90,11 +93,15 @@ class RankReporter:
 
     # what happens ------------------------------------------------------------------------------------------------
 
+    def of(self, config: InferenceConfig) -> ModelObserver:
+        """What gets told of a model. A rank's only model needs no numbers of its own."""
+        return self._models.setdefault(config.name, ModelReporter(self)) if config.name else self
+
     def serving(self, client: CompletionClient) -> None:
-        """Requests go through this client from now on."""
-        self.client = client
+        """Requests to a model go through this client from now on."""
+        self.clients.append(client)
         self._checkpoint.clock.serving()
-        self._answered_at = time.monotonic()
+        self.answered_at = time.monotonic()
 
     def answered(self, completion: Completion) -> None:
         """A server gave an answer."""
@@ -104,11 +111,15 @@ class RankReporter:
         own.requests += 1
         own.prompt_tokens += prompt
         own.completion_tokens += answer
-        self._answered_at = time.monotonic()
+        self.answered_at = time.monotonic()
         with self._lock:
             self._recent.append((int(completion.seconds * 1000), prompt, answer))
             if len(self._recent) >= _RECENT:
                 self._sort_recent()
+
+    def failed(self) -> None:
+        """A request has no answer at the end."""
+        self.own.failed += 1
 
     def _sort_recent(self) -> None:
         """Under the lock. Many at once, because most values occur often: so each answer costs little."""
@@ -125,6 +136,8 @@ class RankReporter:
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         """Something happened to a server: see ``ServerEvent``."""
         self.own.restarts += what == "restart"
+        if what == "restart" and (model := self._models.get(name.partition(" ")[0])) is not None:
+            model.own.restarts += 1
         for known in get_args(ServerWhat):
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
@@ -146,7 +159,7 @@ class RankReporter:
             try:
                 while True:
                     report(self._rank, self.now())
-                    if self._silence().lasts != was_silent:
+                    if self.silence().lasts != was_silent:
                         was_silent = not was_silent
                         self._checkpoint.note(self.progress())
                     await asyncio.sleep(every)
@@ -171,11 +184,12 @@ class RankReporter:
     def _state(self) -> str:
         if self._shutdown.is_requested:
             return "stopping"
-        if self.client is None:
+        if not self.clients:
             return READING if self._source is not None and not self._source.handed_over else WAITING
-        silent = time.monotonic() - self._answered_at
-        if (self.client.stats.in_flight or self.client.stats.pausing) and silent >= _SILENCE_SECONDS:
-            return f"no answer for {duration(silent)}"
+        for name, model in self._models.items() or [("", self)]:
+            silent, waiting = time.monotonic() - model.answered_at, [one.stats for one in model.clients]
+            if silent >= _SILENCE_SECONDS and any(stats.in_flight or stats.pausing for stats in waiting):
+                return f"no answer {f'from {name} ' if name else ''}for {duration(silent)}"
         return ""
 
     # the history -------------------------------------------------------------------------------------------------
@@ -202,17 +216,17 @@ class RankReporter:
         """Where the attempt stands. The checkpoint fills in the rest."""
         own = replace(self.own, errors=dict(self.own.errors))
         found = history_records.Progress(own=own, position=self.position())
-        if (client := self.client) is not None:
-            stats = client.stats
-            own.sent, own.retries, own.resent = stats.requests, stats.retries, stats.resent
-            own.errors = {**stats.errors}
-            found.in_flight, found.waiting = stats.in_flight, client.router.waiting + stats.pausing
-            found.silence = self._silence()
+        found.in_flight, found.waiting = _add_attempts(own, self.clients)
+        found.silence = self.silence()
+        for name, model in self._models.items():
+            work = replace(model.own, errors={})
+            in_flight, waiting = _add_attempts(work, model.clients)
+            found.models[name] = ModelWork(own=work, in_flight=in_flight, waiting=waiting, silence=model.silence())
         return found
 
-    def _silence(self) -> Silence:
-        outage = self.client.outage if self.client is not None else None
-        return Silence(round(outage.seconds, 1), outage.patience, outage.unreachable) if outage else Silence()
+    def silence(self) -> Silence:
+        """Of the model that has given no answer for the longest time."""
+        return max(map(_silence, self.clients), default=Silence())
 
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""
@@ -231,6 +245,62 @@ class RankReporter:
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
         return End(why="error", what=_described(sys.exception()))
+
+
+def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tuple[int, int]:
+    """Sets what the clients count of attempts. Returns how many requests are in flight, and how many wait."""
+    found = [client.stats for client in clients]
+    work.sent, work.retries = sum(stats.requests for stats in found), sum(stats.retries for stats in found)
+    work.resent = sum(stats.resent for stats in found)
+    for stats in found:
+        for kind, times in stats.errors.items():
+            work.errors[kind] = work.errors.get(kind, 0) + times
+    waiting = sum(client.router.waiting + client.stats.pausing for client in clients)
+    return sum(stats.in_flight for stats in found), waiting
+
+
+def _silence(client: CompletionClient) -> Silence:
+    outage = client.outage
+    return Silence(round(outage.seconds, 1), outage.patience, outage.unreachable, outage.model)
+
+
+class ModelObserver(Protocol):
+    """Is told of the requests to a model."""
+
+    def serving(self, client: CompletionClient) -> None: ...
+
+    def answered(self, completion: Completion) -> None: ...
+
+    def failed(self) -> None: ...
+
+
+class ModelReporter:
+    """One of a rank's models: tells the rank, and counts for itself."""
+
+    def __init__(self, rank: RankReporter) -> None:
+        self.own = WorkCounts()
+        self.clients: list[CompletionClient] = []
+        self.answered_at = time.monotonic()
+        self._rank = rank
+
+    def serving(self, client: CompletionClient) -> None:
+        self.clients.append(client)
+        self.answered_at = time.monotonic()
+        self._rank.serving(client)
+
+    def answered(self, completion: Completion) -> None:
+        self._rank.answered(completion)
+        self.answered_at = self._rank.answered_at
+        self.own.requests += 1
+        self.own.prompt_tokens += completion.usage.get("prompt_tokens") or 0
+        self.own.completion_tokens += completion.usage.get("completion_tokens") or 0
+
+    def failed(self) -> None:
+        self._rank.failed()
+        self.own.failed += 1
+
+    def silence(self) -> Silence:
+        return max(map(_silence, self.clients), default=Silence())
 
 
 @asynccontextmanager

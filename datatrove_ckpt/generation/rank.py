@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
@@ -34,6 +35,7 @@ from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
+from datatrove_ckpt.inference.servers.rank_models import RankModels
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
@@ -56,8 +58,9 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     """See ``InferenceRunner.run``."""
     # Without a checkpoint a drain would save nothing: the next run starts over.
     seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
-    servers = step.config.servers
-    limit = enough_open_files(requests_at_once(step.config.max_concurrent_generations, servers), servers)
+    models = step.models.values()
+    requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
+    limit = enough_open_files(requests, sum(one.servers for one in models))
     preemption = Preemption(step.drain_signals, seconds)
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
@@ -65,12 +68,14 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         die_with_parent()
         note_managers()
         nodes = Nodes.from_environment()
+        if nodes.count > 1 and len(models) > 1:
+            raise ConfigError(f"config: {nodes.count} nodes per task serve one model, and this run has {len(models)}.")
         prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
         with one_rank(preemption.shutdown), gc_tuned():
             if nodes.rank > 0:  # only the head node reads and writes
                 from datatrove_ckpt.inference.servers.multi_node import follow_head
 
-                asyncio.run(follow_head(step.config, rank, nodes, preemption.shutdown))
+                asyncio.run(follow_head(step.model, rank, nodes, preemption.shutdown))
             else:
                 _Run(step, data or [], world_size, preemption).lead(rank)
 
@@ -84,7 +89,8 @@ class _Run:
 
     def lead(self, rank: int) -> None:
         step = self.step
-        check_servers(step.config)
+        for config in step.models.values():
+            check_servers(config)
         check_monitoring(step.monitoring)
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
@@ -120,7 +126,7 @@ class _Run:
         numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
         checkpoint = open_checkpoint()
         shutdown, completed = preemption.shutdown, False
-        progress = RankReporter(rank, checkpoint, shutdown, step.config.metric_interval)
+        progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
         exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
         try:
@@ -189,14 +195,15 @@ class _Run:
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None)
+        models = RankModels([*step.models.values()], rank)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
                     rollout_fn=bind_shared(step.rollout_fn, shared),
-                    config=step.config,
+                    configs=step.models,
                     checkpoint=checkpoint,
-                    connect=partial(connect, step.config, rank, preemption.shutdown, progress.server),
+                    connect=lambda config: connect(config, rank, preemption.shutdown, progress.server, models),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,
@@ -213,6 +220,7 @@ class _Run:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            models.close()
             documents.close()
 
 

@@ -156,7 +156,7 @@ def _short(value: Any) -> Any:
 
 def run_identity(
     code: CodeIdentity,
-    config: InferenceConfig,
+    models: Mapping[str, InferenceConfig],
     writer: DiskWriter,
     records_per_chunk: int,
     metadata_key: str,
@@ -168,6 +168,7 @@ def run_identity(
 
     Args:
         code: see ``code_identity``.
+        models: by their names, in their order.
         checkpoints: their folder, for a command to type.
     """
     folder = writer.output_folder.resolve_paths("")
@@ -187,7 +188,7 @@ def run_identity(
     for name, value in code.fields.items():
         if is_bytecode(value):
             notes[name] = f"{notes[name]}; {_BYTECODE_NOTE}"
-    fields = {**version, **_config_fields(config), **code.fields, **output}
+    fields = {**version, **_fields_of_models(models), **code.fields, **output}
     return RunIdentity(
         fields, {**notes, "output_folder": f"if checkpoints and output were moved or copied: {moved}"}, how_to_accept
     )
@@ -197,6 +198,18 @@ def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> d
     """The flags of a server that change its answers, by their names in alphabetical order."""
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
+
+
+def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, Any]:
+    """Those of the first model stand as they are, and of the others with their name."""
+    first, *others = models
+    fields = _config_fields(models[first])
+    if others:
+        fields["models"] = [first, *others]
+    for name in others:
+        found = _config_fields(models[name])
+        fields |= {f"{name}.{field}": found[field] for field in found if field != "rollouts_per_document"}
+    return fields
 
 
 def _config_fields(config: InferenceConfig) -> dict[str, Any]:

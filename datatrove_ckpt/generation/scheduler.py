@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -24,11 +24,11 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import DocumentNotSerializable, causes
+from datatrove_ckpt.errors import CkptError, DocumentNotSerializable, causes, named
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Drain, Requests, summarize
+from datatrove_ckpt.generation.generate import Answers, Drain, Model, Requests, summarize
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
@@ -39,8 +39,9 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
-Connect = Callable[[], AbstractAsyncContextManager[tuple[CompletionClient, Callable[[], Awaitable[None]]]]]
-"""Starts the server; gives a client, and a coroutine function that raises when the server dies."""
+Served = tuple[CompletionClient, Callable[[], Awaitable[None]]]
+Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
+"""Starts a model's servers; gives a client, and a coroutine function that raises when they die."""
 
 
 # Room on the disk may come back without any progress of this rank.
@@ -53,7 +54,7 @@ class Scheduler:
     """Runs the rollout function on one rank's documents. Must be made on the event loop that runs it."""
 
     rollout_fn: Rollout
-    config: InferenceConfig
+    configs: Mapping[str, InferenceConfig]
     checkpoint: Checkpoint
     connect: Connect
     observer: RankReporter
@@ -65,9 +66,10 @@ class Scheduler:
     check_writable: Callable[[bytes, str], None] | None = None
 
     def __post_init__(self) -> None:
-        self._rollouts = range(self.config.rollouts_per_document)
+        first, *others = self.configs.values()
+        self._rollouts = range(first.rollouts_per_document)
         self._dropped = 0
-        self._document_limit = DocumentLimit(self.config)
+        self._document_limit = DocumentLimit(first, *others)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,7 +78,11 @@ class Scheduler:
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
-        self.client: asyncio.Future[CompletionClient] = self._loop.create_future()
+        self.models = {
+            name: Model("" if config is first else name, config, self.observer.of(config), self._loop.create_future())
+            for name, config in self.configs.items()
+        }
+        self.model = next(iter(self.models.values()))
         self._change: asyncio.Future[None] = self._loop.create_future()
         self._storage_free: asyncio.Future[None] = self._loop.create_future()
 
@@ -92,11 +98,11 @@ class Scheduler:
         if self.checkpoint.resumed.interrupted:
             self._server_needed.set()  # the server can load its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
-            serving = background.create_task(self._serve())
+            serving = {background.create_task(self._serve(model)): model for model in self.models.values()}
             background_tasks = [
-                serving,
+                *serving,
                 background.create_task(self._watch_checkpoint()),
-                background.create_task(stop_when_requested(self, serving)),
+                background.create_task(stop_when_requested(self, [*serving])),
                 background.create_task(self.shutdown.failed()),
             ]
             # All waits are inside this block: an error that ends one must abort before any document is cancelled.
@@ -115,7 +121,7 @@ class Scheduler:
                 await wait_until_cancelled()
             self._completed.set_result(None)
             for task in background_tasks:
-                if task is not serving or not self.client.done():
+                if task not in serving or not serving[task].client.done():
                     task.cancel()
 
     async def _admit_all(self, documents: DocumentSource) -> None:
@@ -146,21 +152,25 @@ class Scheduler:
 
     # background --------------------------------------------------------------------------------------------------
 
-    async def _serve(self) -> None:
+    async def _serve(self, model: Model) -> None:
         # Not before there is a document to process: a finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
-        async with self.connect() as (client, watch):
-            self.observer.serving(client)
-            self._document_limit.follow(client.router)
-            self.client.set_result(client)
-            watching = asyncio.ensure_future(watch())
-            try:
-                await asyncio.wait([watching, self._completed], return_when=asyncio.FIRST_COMPLETED)
-                if not self._completed.done():
-                    await watching  # raises
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+        try:
+            async with self.connect(model.config) as (client, watch):
+                model.observer.serving(client)
+                self._document_limit.follow(client.router)
+                model.client.set_result(client)
+                watching = asyncio.ensure_future(watch())
+                try:
+                    await asyncio.wait([watching, self._completed], return_when=asyncio.FIRST_COMPLETED)
+                    if not self._completed.done():
+                        await watching  # raises
+                finally:
+                    watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
+        except CkptError as error:
+            named(error, model.config.name)
+            raise
 
     async def _watch_checkpoint(self) -> None:
         while True:
@@ -336,11 +346,11 @@ class DocumentTasks:
 _PUBLISH_WAIT_SECONDS = 5.0
 
 
-async def stop_when_requested(rank: Scheduler, serving: asyncio.Task[None]) -> NoReturn:
+async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
     """Waits until a stop is requested, and stops the rank.
 
     Args:
-        serving: starts, watches and, when it is cancelled, stops the servers.
+        serving: start, watch and, when they are cancelled, stop the servers; one for each model.
 
     Raises:
         Preempted: always.
@@ -348,32 +358,31 @@ async def stop_when_requested(rank: Scheduler, serving: asyncio.Task[None]) -> N
     shutdown, checkpoint = rank.shutdown, rank.checkpoint
     await shutdown.requested()
     # From now on no document is admitted, and the router sends no request: both look at the shutdown.
-    client = rank.client.result() if rank.client.done() else None
-    if client is None:
-        serving.cancel()  # a model may need minutes to load
+    clients = [model.client.result() for model in rank.models.values() if model.client.done()]
+    if not clients:
+        _cancel(serving)  # a model may need minutes to load
     else:
+        in_flight = sum(client.stats.in_flight for client in clients)
         logger.warning(
-            f"{shutdown.cause}: {client.stats.in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
+            f"{shutdown.cause}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
             f"answered; {shutdown.hurried_by} ends the wait at once."
         )
-    lost, cancelled = (client.stats.lost, client.stats.cancelled) if client is not None else (0, 0)
+    lost, cancelled = (sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled"))
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drained(rank, client))
+        shutdown.late = not await shutdown.wait_for(_drained(rank, clients))
     except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
-        if client is not None:
-            shutdown.given_up = client.stats.in_flight + client.stats.lost - lost + client.stats.cancelled - cancelled
+        shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
         raise
-    if client is not None:
-        shutdown.given_up = client.stats.in_flight + client.stats.lost - lost
+    shutdown.given_up = _left(clients) - lost
     # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
     shutdown.abort()
-    if client is not None:  # else it was cancelled above; a second time would cut its end off
-        serving.cancel()
+    if clients:  # else they were cancelled above; a second time would cut their end off
+        _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
     # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
     with shutdown.closing():
-        await asyncio.wait([serving])
+        await asyncio.wait(serving)
         # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close)
@@ -381,9 +390,19 @@ async def stop_when_requested(rank: Scheduler, serving: asyncio.Task[None]) -> N
     shutdown.raise_preempted()
 
 
-async def _drained(rank: Scheduler, client: CompletionClient | None) -> None:
+def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+def _left(clients: Iterable[CompletionClient]) -> int:
+    """Requests in flight, with all that were ever lost."""
+    return sum(client.stats.in_flight + client.stats.lost for client in clients)
+
+
+async def _drained(rank: Scheduler, clients: Sequence[CompletionClient]) -> None:
     rank.checkpoint.hurry()
-    await rank.drain.until_over(client)
+    await rank.drain.until_over(clients)
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while rank.checkpoint.publishing:

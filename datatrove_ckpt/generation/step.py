@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
@@ -47,7 +48,7 @@ class Step(PipelineStep):
     """What is no argument is told by who starts an executor: see preflight, and the command line."""
 
     rollout_fn: Rollout
-    config: InferenceConfig
+    config: InferenceConfig | dict[str, InferenceConfig]
     output_writer: DiskWriter
     shared_context: SharedContext = None
     checkpoints_local_dir: str | None = None
@@ -73,16 +74,19 @@ class Step(PipelineStep):
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
 
+    named_models = Veiled()  # of a ``config`` with names; else there is none
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
 
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
-        if not hasattr(self.config, "server_type"):
+        if not isinstance(self.config, Mapping) and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
             raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
-        if not isinstance(self.config, InferenceConfig):
-            self.config = InferenceConfig.from_datatrove(self.config)
+        models = models_of(self.config)
+        if isinstance(self.config, Mapping):
+            self.named_models = models
+        self.config = next(iter(models.values()))
         self.output_writer = with_our_uploads(self.output_writer)
         if self.checkpoints_local_dir is not None:
             self.checkpoints_local_dir = str(self.checkpoints_local_dir)
@@ -103,7 +107,7 @@ class Step(PipelineStep):
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):
             raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
-        self.rollout_fn = for_config(self.rollout_fn, self.config)
+        self.rollout_fn = for_config(self.rollout_fn, self.model)
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
         if local is not None:
@@ -123,6 +127,17 @@ class Step(PipelineStep):
             raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
 
     @property
+    def models(self) -> dict[str, InferenceConfig]:
+        """By their names, the rollout's ``generate`` first; {"": config} of a model without a name."""
+        return dict(self.named_models) if "named_models" in vars(self) else {"": self.model}
+
+    @property
+    def model(self) -> InferenceConfig:
+        """The first one."""
+        assert isinstance(self.config, InferenceConfig)
+        return self.config
+
+    @property
     def checkpoints_root(self) -> Path:
         """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
@@ -132,7 +147,7 @@ class Step(PipelineStep):
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
         # A variable may be set elsewhere only.
         root = os.path.expandvars(os.path.expanduser(self.checkpoints_local_dir or ""))  # noqa: PTH111
-        return run_identity(self.code(), self.config, self.output_writer, chunk, key, world_size, accept, root)
+        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept, root)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

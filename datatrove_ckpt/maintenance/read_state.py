@@ -472,10 +472,11 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> N
 
 def _unanswered(last: Progress, now: float) -> str:
     """The same for ranks whose servers went at nearly the same time: they share a line then."""
-    seconds, patience, unreachable = last.silence
+    seconds, patience, unreachable, model = last.silence
     seconds = max(30.0, min(patience, seconds + now - last.at) // 30 * 30)
     what = "is unreachable" if unreachable else "gives no answers"
-    return f"no answer for {duration(seconds)}: the server {what}; stops at {patience:g} s (server_patience_seconds)"
+    server = f"the server of {model}" if model else "the server"
+    return f"no answer for {duration(seconds)}: {server} {what}; stops at {patience:g} s (server_patience_seconds)"
 
 
 def _stuck(recent: RecentHistory, now: float) -> str:

@@ -20,7 +20,7 @@ import math
 import pathlib
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -45,6 +45,45 @@ _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
+
+
+class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
+    """datatrove's result, with what a plain answer has beside it. That is not written: the id differs in each run."""
+
+    tool_calls: Sequence[Any] = ()
+    logprobs: dict[str, Any] | None = None
+    choices: Sequence[dict[str, Any]] = ()
+    answer: dict[str, Any] | None = None
+    response_id = model = ""
+
+
+@dataclasses.dataclass
+class WholeResult(Result):
+    """An answer with tool calls, logprobs or several choices. They are written beside the text."""
+
+    tool_calls: list[Any] = dataclasses.field(default_factory=list)
+    logprobs: dict[str, Any] | None = None
+    choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class PathResult(Result):
+    """The answer of a path that is no completion. It is written beside an empty text."""
+
+    answer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Result.__name__ = WholeResult.__name__ = PathResult.__name__ = "InferenceResult"  # in messages about their attributes
+RESULTS = frozenset({InferenceResult, Result, WholeResult, PathResult})
+
+
+def result_of(fields: dict[str, Any], plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
+    """The result that has these fields; ``plain``: of one with datatrove's alone.
+
+    Raises:
+        TypeError: they are those of something else.
+    """
+    return (WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain)(**fields)
 
 
 Other: TypeAlias = Callable[[object], object]
@@ -84,7 +123,7 @@ def encode_finished(document: Document, key: str) -> bytes:
     """
     text, results = document.text, document.metadata[key]
     has_types = isinstance(text, str) and isinstance(document.id, str) and isinstance(document.metadata, dict)
-    has_types = has_types and isinstance(document.media, list) and {*map(type, results)} == {InferenceResult}
+    has_types = has_types and isinstance(document.media, list) and results and RESULTS.issuperset(map(type, results))
     if has_types and text and document.id and not document.media:  # JsonlWriter leaves out what is empty
         metadata = {**document.metadata, key: [_fields(result) for result in results]}
         fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
@@ -153,7 +192,7 @@ def is_plain(data: bytes) -> bool:
 def _has_nan(value: object) -> bool:
     """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
     if type(value) is not dict and type(value) is not list:
-        value = value if type(value) is InferenceResult else as_plain(value)
+        value = value if type(value) in RESULTS else as_plain(value)
         if isinstance(value, InferenceResult | Media):
             value = _fields(value)
         elif isinstance(value, float | complex):
@@ -187,6 +226,22 @@ def decode_plain(data: bytes) -> Document:
     if document.media:
         document.media = [_fields(media) for media in document.media]
     return document
+
+
+def decode_json(data: bytes) -> Document:
+    """Like ``decode_plain``, with JSON in place of each numpy array that orjson can write. For orjson alone."""
+    document = _decoded(data, _JSON_READERS)
+    if document.media:
+        document.media = [_fields(media) for media in document.media]
+    return document
+
+
+def as_json(array: _Array) -> object:
+    """The array as JSON for orjson, in the shortest digits of its type: those of a float32 read back to it."""
+    try:
+        return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
+    except TypeError:
+        return array
 
 
 def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
@@ -254,7 +309,7 @@ def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
 # (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before their bases.
 # Any, because the two functions of a row accept only values of that row.
 _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]] = [
-    ("result", InferenceResult, _fields, lambda value: InferenceResult(**value)),
+    ("result", InferenceResult, _fields, result_of),
     ("media", Media, _fields, lambda value: Media(**value)),
     ("array", np.ndarray, _array, _from_array),
     ("scalar", np.generic, _scalar, _from_scalar),
@@ -276,6 +331,7 @@ _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "
 _READERS["int"] = int
 _READERS["timestamp"] = lambda value: importlib.import_module("pandas").Timestamp(value)
 _PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
+_JSON_READERS = _PLAIN_READERS | {"array": lambda value: as_json(_from_array(value))}
 
 
 class _Encoder:
@@ -288,7 +344,7 @@ class _Encoder:
         self.wrapped = 0
 
     def wrap(self, value: object) -> object:
-        plain = value if type(value) is InferenceResult else as_plain(value)  # most values here are results
+        plain = value if type(value) in RESULTS else as_plain(value)  # most values here are results
         if plain is not value:
             return plain
         wrapped = _wrapped(value)

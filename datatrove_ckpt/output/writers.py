@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
@@ -23,7 +24,7 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.column_types import infers_schema, trial_schema
-from datatrove_ckpt.output.documents import decode, decode_plain, field_names, line_of
+from datatrove_ckpt.output.documents import as_json, decode, decode_json, decode_plain, field_names, line_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
@@ -33,11 +34,26 @@ _NAMES = field_names(Document)
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
-    """How to read the documents that this writer gets. Replaces its adapter if it is datatrove's default one."""
+    """How to read the documents that this writer gets. Replaces its adapter if it is datatrove's default one.
+
+    datatrove's JsonlWriter takes no arrays, and gets them as JSON.
+    """
+    is_json = _is(writer._write, _WRITE_LINE)
     if _is(writer.adapter, _DEFAULT) and _is(writer.write, DiskWriter.write):
         writer.adapter = MethodType(_plain_adapter, writer)
-        return decode_plain
+        return decode_json if is_json else decode_plain
+    if is_json:
+        put: Callable[..., None] = writer._write
+        writer._write = lambda row, *place: put(_without_arrays(row), *place)
     return decode
+
+
+def _without_arrays(value: Any) -> Any:  # Any: what an adapter has given
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_arrays(item) for item in value]
+    return as_json(value) if isinstance(value, np.ndarray) else value
 
 
 def write_for(writer: DiskWriter, decode: Callable[[bytes], Document], **fields: object) -> Callable[[bytes], None]:

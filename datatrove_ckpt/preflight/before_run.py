@@ -165,7 +165,8 @@ def _check_launch(plan: RunPlan) -> None:
         return
     for runner in plan.runners:
         try:
-            check_servers(runner.step.config)
+            for config in runner.step.models.values():
+                check_servers(config)
             check_monitoring(runner.step.monitoring)
         except (ConfigError, ServerStartFailed) as error:
             raise ConfigError(f"pipeline[{runner.index}] InferenceRunner: {error}") from error

@@ -9,7 +9,7 @@ import asyncio
 import math
 import posixpath
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,7 @@ class Look:
     sample: Sample = field(default_factory=Sample)
 
     def needs(self, step: InferenceRunner) -> Needs:
-        most, remote = most_documents(step.config), not step.output_writer.output_folder.is_local()
+        most, remote = most_documents(*step.models.values()), not step.output_writer.output_folder.is_local()
         return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
 
 
@@ -117,7 +117,8 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
     """The checks of what one runner names. ``place``: stands before the subjects."""
     step, remote = runner.step, runner.step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt(look, runner))
-    yield from about(f"{place}server", _check_server(step.config))
+    for config in step.models.values():
+        yield from about(f"{place}{config.server_name('server')}", _check_server(step, config))
     yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
     for check in (_check_output, _check_writer, _check_space):
         yield from about(f"{place}output", check(look, runner))
@@ -135,10 +136,11 @@ def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     yield from ()
 
 
-def _check_server(config: InferenceConfig) -> Iterator[Finding]:
+def _check_server(step: InferenceRunner, config: InferenceConfig) -> Iterator[Finding]:
     """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
     yield (ready := tried("ready", partial(_server_is_ready, config)))
-    yield _check_open_files(config)
+    if config is step.model:
+        yield _check_open_files([*step.models.values()])
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
@@ -285,10 +287,10 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     return Finding("problem", "endpoint", text)
 
 
-def _check_open_files(config: InferenceConfig) -> Finding:
+def _check_open_files(models: Sequence[InferenceConfig]) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
-    requests = requests_at_once(config.max_concurrent_generations, config.servers)
-    needed, allowed = files_needed(requests, config.servers), limits()[1]
+    requests = sum(requests_at_once(config.max_concurrent_generations, config.servers) for config in models)
+    needed, allowed = files_needed(requests, sum(config.servers for config in models)), limits()[1]
     if allowed < needed:
         return Finding("problem", "open files", too_low(requests, needed, allowed))
     text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."

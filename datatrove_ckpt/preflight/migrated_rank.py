@@ -30,7 +30,6 @@ from typing import NamedTuple
 import orjson
 import xxhash
 from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceResult
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files
@@ -44,7 +43,7 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, OutputMismatch
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
-from datatrove_ckpt.output.documents import encode
+from datatrove_ckpt.output.documents import encode, result_of
 from datatrove_ckpt.output.formats import Jsonl, format_of
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 from datatrove_ckpt.readers.revisions import Revisions
@@ -532,6 +531,6 @@ def _typed(as_read: Json, name: str, value: object) -> object:
 def _result(value: object) -> object:
     """JSON of an InferenceResult becomes one again, for adapters and writers that expect it."""
     try:
-        return InferenceResult(**value)  # type: ignore[arg-type]
+        return result_of(value)  # type: ignore[arg-type]
     except TypeError:  # the rollout's own
         return value

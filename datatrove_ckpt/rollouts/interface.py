@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:  # datatrove has no types
 
@@ -18,13 +22,27 @@ if TYPE_CHECKING:  # datatrove has no types
         metadata: dict[str, Any]
 
     class InferenceResult(Protocol):
-        """What ``generate`` returns: datatrove's InferenceResult. ``usage``: numbers of tokens, as the server says."""
+        """What ``generate`` returns: datatrove's InferenceResult, and what else the server gave.
+
+        Attributes:
+            usage: numbers of tokens, as the server says.
+            tool_calls, logprobs: of the first choice, as the server sent them.
+            choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs; else empty.
+            answer: of a path that is no completion, the whole JSON answer without its id and time; else None.
+            response_id, model: as the server sent them. The output has them only if the rollout puts them there.
+        """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
         reasoning: str | None
         finish_reason: str
         usage: dict[str, Any]
+        tool_calls: Sequence[Any]
+        logprobs: dict[str, Any] | None
+        choices: Sequence[dict[str, Any]]
+        answer: dict[str, Any] | None
+        response_id: str
+        model: str
 
 else:
     from datatrove.data import Document
@@ -34,11 +52,51 @@ Payload: TypeAlias = dict[str, Any]
 """The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
 
 
-class Generate(Protocol):
-    """The second argument of a rollout: sends one request."""
+Floats: TypeAlias = npt.NDArray[np.float32]
 
-    async def __call__(self, payload: Payload, /) -> InferenceResult:
+
+@dataclass(frozen=True)
+class Classification:
+    """The answer of ``generate.classify``.
+
+    Attributes:
+        label: the most probable one.
+        score: its probability; of a model with one class, such as a grade, the model's number.
+        scores: the same of each label.
+    """
+
+    label: str
+    score: float
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One text of the answer of ``generate.rerank``.
+
+    Attributes:
+        index: of the text, from 0.
+        score: the model's; a higher one is better.
+    """
+
+    index: int
+    score: float
+
+
+class Generate(Protocol):
+    """The second argument of a rollout: sends one request.
+
+    Its methods ask for what is no text. A server_type that lacks one stops the rank with a ConfigError. Each raises as
+    the call itself does, and its answer is cached and retried like one of the call. ``params`` are further keys of the
+    payload, such as ``dimensions``; default_generation_params are for completions.
+    """
+
+    async def __call__(self, payload: Payload, /, *, path: str | None = None) -> InferenceResult:
         """The answer to the payload, to which the model and ``default_generation_params`` are added.
+
+        ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is below the API's URL,
+        any other one below the server's. An answer that is no completion is a JSON object, in ``answer``, and has no
+        text; no defaults are added to its payload. A payload has another answer for each path.
 
         To be awaited before the rollout returns: a later answer is not counted, and may be lost.
 
@@ -46,6 +104,32 @@ class Generate(Protocol):
             datatrove's InferenceError: this request cannot be answered.
             datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.
         """
+
+    def embed(self, texts: str | Sequence[str], /, **params: Any) -> Coroutine[Any, Any, Floats]:
+        """A vector of each text, as an array of the shape (texts, dimensions); of one text (dimensions,).
+
+        Each text is a request of its own, or shares one with others: see ``InferenceConfig.texts_per_request``.
+        """
+
+    def classify(
+        self, text: str, /, labels: Sequence[str] | None = None, **params: Any
+    ) -> Coroutine[Any, Any, Classification]:
+        """The class of a text. ``labels``: names of the model's classes in its order (``id2label``).
+
+        vLLM and SGLang name the most probable one only. So without ``labels`` the keys of ``scores`` are "0", "1", ...;
+        of a model whose classes have no names, "LABEL_0", "LABEL_1", ....
+        """
+
+    def score(self, query: str, texts: Sequence[str], /) -> Coroutine[Any, Any, Floats]:
+        """How well each text fits the query, as a cross-encoder or reranker says: an array of the shape (texts,)."""
+
+    def rerank(
+        self, query: str, texts: Sequence[str], /, top_n: int | None = None
+    ) -> Coroutine[Any, Any, list[Ranked]]:
+        """The texts by their score, the best first; with ``top_n`` so many of them."""
+
+    def tokenize(self, text: str, /) -> Coroutine[Any, Any, list[int]]:
+        """The text's tokens with those that the model's tokenizer adds, such as a first one."""
 
 
 Rollout: TypeAlias = Callable[..., Awaitable[object]]

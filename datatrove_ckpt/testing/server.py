@@ -35,7 +35,8 @@ class FakeServer:
         hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
-        """Number of requests by question: the last message's text or the prompt, as JSON if it is more than text."""
+        """Number of requests by question: the last message's text or the prompt, as JSON if it is more than text; of
+        another path without a prompt the whole payload."""
         self.payloads: list[Payload] = []
         self.error = "refused"
         """The message of answers with another status than 200."""
@@ -43,6 +44,12 @@ class FakeServer:
         """``finish_reason`` of each answer."""
         self.usage: Payload | None = None
         """``usage`` of each answer. None: counts of words."""
+        self.message: Payload = {}
+        """What each answer's message has beside its content, such as tool calls."""
+        self.logprobs: Payload | None = None
+        """``logprobs`` of each choice."""
+        self.paths: dict[str, Callable[[Payload], Payload]] = {}
+        """What answers the payloads of other paths, such as /v1/embeddings. One that is not here is not found."""
         self._answer = answer or _answer_to
         self._status = status
         self._delay = delay
@@ -83,8 +90,7 @@ class FakeServer:
     async def _start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**30)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/{path:.*}", self._answered)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
@@ -95,7 +101,10 @@ class FakeServer:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _answered(self, request: web.Request) -> web.Response:
+        other = self.paths.get(request.path)
+        if other is None and request.path not in ("/v1/chat/completions", "/v1/completions"):
+            return web.json_response({"error": {"message": f"there is no {request.path}"}}, status=404)
         payload = orjson.loads(await request.read())
         question = _question(payload)
         times = self.asked[question]
@@ -107,16 +116,21 @@ class FakeServer:
         status = self._status(payload, times)
         if status is not None:
             return web.json_response({"error": {"message": f"{self.error} with {status}"}}, status=status)
+        if other is not None:
+            return web.Response(body=orjson.dumps(other(payload)), content_type="application/json")
         text = self._answer(payload, times)
         choice: Payload = {"index": 0, "finish_reason": self.finish_reason}
-        choice |= {"message": {"role": "assistant", "content": text}} if "messages" in payload else {"text": text}
+        message = {"role": "assistant", "content": text, **self.message}
+        choice |= {"message": message} if "messages" in payload else {"text": text}
+        choice |= {"logprobs": self.logprobs} if self.logprobs else {}
+        choices = [{**choice, "index": index} for index in range(payload.get("n", 1))]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        body = orjson.dumps({"id": "fake", "choices": [choice], "usage": self.usage or usage})
+        body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")
 
 
 def _question(payload: Payload) -> str:
-    asked = payload["messages"][-1].get("content") if "messages" in payload else payload["prompt"]
+    asked = payload["messages"][-1].get("content") if "messages" in payload else payload.get("prompt", payload)
     if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
         return "".join(part["text"] for part in asked)
     return asked if isinstance(asked, str) else orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()

@@ -201,6 +201,8 @@ TEXTS: list[tuple[Any, Any]] = [
     ([{"type": "refusal", "refusal": "no"}], [{"type": "refusal", "refusal": "no"}]),
 ]
 INDEXED = [{"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)]
+EMPTY: dict[str, Any] = {"finish_reason": "stop", "reasoning": "", "tool_calls": [], "logprobs": None}
+CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
 
 
@@ -216,7 +218,7 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
         *((chat(content), {}, replace(HI, text=text)) for content, text in TEXTS),
         (chat(finish_reason="eos_token"), {}, replace(HI, finish_reason="eos_token")),
         (b'{"error": null, ' + chat()[1:], {}, HI),
-        (choices(*INDEXED), {}, Completion("choice 0", "stop", {})),
+        (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
         (choices(INDEXED[0]), {}, Completion("choice 2", "stop", {})),
         (choices({"text": "hello", "finish_reason": "stop"}), {"use_chat": False}, Completion("hello", "stop", {})),
         (choices({"message": {"content": "hi"}}), NULL_ACCEPTED, Completion("hi", None, {})),
@@ -284,7 +286,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
 
 
-@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407])
+@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)
@@ -539,7 +541,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
             assert (await client.complete(BODY)).text == "right"
             # 408 is how servers close an idle connection.
             writers[-1].write(http(200 if number else 408, chat("unasked")))
-            while client.router.targets[0].transport.unasked < number:  # type: ignore[union-attr]
+            while client.router.targets[0].transports[client.way.path].unasked < number:
                 await asyncio.sleep(0)
         with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
             await client.complete(BODY)

@@ -21,6 +21,7 @@ from datatrove_ckpt.config.inference_config import (
     usable_cores,
 )
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
 
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
@@ -29,6 +30,12 @@ _PACKAGE_SCHEME = "package://"
 HUB_SCHEME = "hf://"
 # Of a repository's files, the first that is there: small, and nearly as good as the whole.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
+_WAYS = {  # it serves no classes
+    "embed": EMBED,
+    "score": WayTo("/v1/rerank", ("query", "documents")),
+    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
+    "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
+}
 
 
 class Llamacpp(Engine):
@@ -40,6 +47,7 @@ class Llamacpp(Engine):
         "",  # it preempts nothing
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     )
+    ways = _WAYS
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
     def find(self, config: InferenceConfig) -> str | None:
@@ -48,7 +56,7 @@ class Llamacpp(Engine):
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: Launch) -> EngineCommand:
-        """Replicas divide the cores, because more threads than cores slow all of them."""
+        """The servers of a rank divide the cores, because more threads than cores slow all of them."""
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
@@ -58,7 +66,7 @@ class Llamacpp(Engine):
             "port": launch.port,
             "context": config.model_max_context,
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
-            "threads": max(1, usable_cores() // config.replicas),
+            "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 

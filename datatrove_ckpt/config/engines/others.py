@@ -50,6 +50,9 @@ class Dummy(Engine):
     def check(self, config: InferenceConfig) -> None:
         pass
 
+    def gpus_per_server(self, config: InferenceConfig) -> int:
+        return 0
+
     def command(self, launch: Launch) -> EngineCommand:
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
         flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}

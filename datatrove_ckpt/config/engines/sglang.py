@@ -21,9 +21,18 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
     arguments,
 )
+from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.redaction import HiddenDict
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
+# Its /v1/score asks a chat model for the probabilities of tokens; a reranker's scores come from /v1/rerank.
+_WAYS = {
+    "embed": EMBED,
+    "classify": WayTo("/v1/classify", ("input",)),
+    "score": WayTo("/v1/rerank", ("query", "documents"), {"return_documents": False}),
+    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n"), {"return_documents": False}),
+    "tokenize": WayTo("/tokenize", ("prompt",)),
+}
 
 
 class SGLang(Engine):
@@ -37,6 +46,7 @@ class SGLang(Engine):
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     )
+    ways = _WAYS
     causes = (
         (CONTEXT_TOO_LONG, r"longer than the model's context length"),
         (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),

@@ -24,6 +24,7 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
     arguments,
 )
+from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.redaction import HiddenDict
 
 # datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
@@ -44,6 +45,7 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     )
+    ways = VLLM_WAYS
     drain_seconds = 30.0  # Slurm's default for KillWait
     causes = (
         (

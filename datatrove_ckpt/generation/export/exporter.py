@@ -110,7 +110,7 @@ class Exports:
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
         now, spread = time.time(), self.history.spread()
-        state = "running" if self.history.client is not None else "starting"
+        state = "running" if self.history.clients else "starting"
         if self._end or self.shutdown.is_requested:
             state = self._end or "stopping"
         return RankNow(run, rank, host, job, started_at, ranks, state, now, progress, spread)

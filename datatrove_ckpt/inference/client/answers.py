@@ -8,9 +8,10 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import orjson
 
@@ -31,6 +32,8 @@ _SHOWN_BYTES = 200  # of an answer that is no JSON
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
 JsonObject = dict[str, Any]
+Redact: TypeAlias = Callable[[str], str]
+_DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
 
 
 @dataclass(slots=True)
@@ -43,6 +46,10 @@ class Completion:
             ``client.py``.
         usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
         reasoning: empty if the server does not separate it from the text.
+        tool_calls, logprobs: as the server sent them.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is only one.
+        response_id, model: what the server says; empty if it says nothing.
+        answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
         seconds: from sending the request to this answer.
     """
 
@@ -50,6 +57,12 @@ class Completion:
     finish_reason: str | None
     usage: JsonObject
     reasoning: str = ""
+    tool_calls: list[object] = field(default_factory=list)
+    logprobs: JsonObject | None = None
+    choices: list[JsonObject] = field(default_factory=list)
+    response_id: str = ""
+    model: str = ""
+    answer: JsonObject | None = None
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -101,7 +114,33 @@ class RetryableError(Exception):
         return self.status in retrying.BUSY
 
 
-def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
+class Way(NamedTuple):
+    """A kind of request.
+
+    Attributes:
+        path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
+        parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
+        name: tells apart equal payloads of different ways; that of a path alone is the path.
+    """
+
+    path: str
+    parse: Callable[[bytes, Redact], Completion]
+    name: str
+
+
+def way_to(path: str) -> Way:
+    """The way to a path of the server, as ``generate`` takes it: below the API's URL if it begins with /v1/.
+
+    Raises:
+        ValueError: it does not begin with a slash.
+    """
+    if not path.startswith("/"):
+        raise ValueError(f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize")
+    below = path.removeprefix("/v1/")
+    return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
+
+
+def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of /v1/chat/completions.
 
     Args:
@@ -110,7 +149,41 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     Raises:
         RetryableError: it is no finished completion.
     """
-    choice, usage = _first_choice(raw, redact)
+    return _completion(raw, redact, _read_message)
+
+
+def parse_completion(raw: bytes, redact: Redact = str) -> Completion:
+    """An answer of /v1/completions.
+
+    Raises:
+        RetryableError: it is no finished completion.
+    """
+    return _completion(raw, redact, _read_text)
+
+
+CHAT = Way("chat/completions", parse_chat, "chat/completions")
+COMPLETIONS = Way("completions", parse_completion, "completions")
+
+
+def parse_other(raw: bytes, redact: Redact = str) -> Completion:
+    """An answer of any other path.
+
+    Raises:
+        RetryableError: it is no JSON object, or says that it is an error.
+    """
+    answer = _answer(raw, redact)
+    return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
+
+
+def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
+    """What is ``kept`` of an answer that is no completion."""
+    completion = Completion("", "stop", _usage(answer), answer=kept)
+    _name(completion, answer)
+    return completion
+
+
+def _read_message(choice: JsonObject) -> tuple[object, object, object]:
+    """Text, reasoning and tool calls of a choice."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
@@ -118,22 +191,34 @@ def parse_chat(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
         content, reasoning = _joined(content), _joined(reasoning)
-    return _completion(content, choice, usage, reasoning)
+    return content, reasoning, message.get("tool_calls")
 
 
-def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> Completion:
-    """An answer of /v1/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
-    """
-    choice, usage = _first_choice(raw, redact)
+def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
-    return _completion(choice["text"] or "", choice, usage, "")
+    return choice["text"] or "", "", None
 
 
-def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: object) -> Completion:
+def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+    answer = _answer(raw, redact)
+    choices, usage = _choices(answer, redact), _usage(answer)
+    completion = _choice(choices[0], usage, *read(choices[0]))
+    if len(choices) > 1:
+        all_read = [completion, *(_choice(choice, usage, *read(choice)) for choice in choices[1:])]
+        names = "text", "finish_reason", "reasoning", "tool_calls", "logprobs"
+        completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
+    _name(completion, answer)
+    return completion
+
+
+def _name(completion: Completion, answer: JsonObject) -> None:
+    response_id, model = answer.get("id"), answer.get("model")
+    completion.response_id = response_id if isinstance(response_id, str) else ""
+    completion.model = model if isinstance(model, str) else ""
+
+
+def _choice(choice: JsonObject, usage: JsonObject, text: object, reasoning: object, tool_calls: object) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
@@ -141,7 +226,12 @@ def _completion(text: object, choice: JsonObject, usage: JsonObject, reasoning: 
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    return Completion(text, reason, usage, reasoning)
+    completion = Completion(text, reason, usage, reasoning)
+    if tool_calls and isinstance(tool_calls, list):
+        completion.tool_calls = tool_calls
+    if (logprobs := choice.get("logprobs")) and isinstance(logprobs, dict):
+        completion.logprobs = logprobs
+    return completion
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -170,6 +260,11 @@ def _joined(content: object) -> object:
 _MAX_COUNT = 1 << 40
 
 
+def _usage(answer: JsonObject) -> JsonObject:
+    usage = answer.get("usage")
+    return _clean_usage(usage) if isinstance(usage, dict) else {}
+
+
 def _clean_usage(usage: JsonObject) -> JsonObject:
     """Without those numbers of tokens that are none."""
     for value in usage.values():
@@ -188,8 +283,20 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
     return cleaned
 
 
-def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject, JsonObject]:
-    """The answer's choice with index 0, or the first if none has that index, and its token counts."""
+def _answer(raw: bytes, redact: Redact) -> JsonObject:
+    """The answer, if it is a JSON object and no error."""
+    answer = read_json(raw, redact)
+    if not isinstance(answer, dict):
+        raise RetryableError("the answer is no JSON object")
+    return answer
+
+
+def read_json(raw: bytes, redact: Redact) -> object:
+    """The answer, if it is JSON and no error.
+
+    Raises:
+        RetryableError: it is not.
+    """
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
@@ -198,25 +305,32 @@ def _first_choice(raw: bytes, redact: Callable[[str], str]) -> tuple[JsonObject,
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
-    if not isinstance(answer, dict):
-        raise RetryableError("the answer is no JSON object")
-    if answer.get("error"):
+    if isinstance(answer, dict) and answer.get("error"):
         _refuse_error("the answer", answer["error"], redact)
-    if answer.get("object") == "error":
+    if isinstance(answer, dict) and answer.get("object") == "error":
         _refuse_error("the answer", answer.get("message") or "error", redact)
+    return answer
+
+
+def _choices(answer: JsonObject, redact: Redact) -> list[JsonObject]:
+    """The answer's choices in the order of their indices; those without one come last."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise RetryableError("the answer has no choices")
-    choice = choices[0]
-    if choice.get("index") != 0:
-        choice = next((other for other in choices if isinstance(other, dict) and other.get("index") == 0), choice)
-    if choice.get("error"):
-        _refuse_error("the answer's choice", choice["error"], redact)
-    usage = answer.get("usage")
-    return choice, _clean_usage(usage) if isinstance(usage, dict) else {}
+    if len(choices) > 1:
+        choices = sorted((one for one in choices if isinstance(one, dict)), key=_index)
+    for choice in choices:
+        if choice.get("error"):
+            _refuse_error("the answer's choice", choice["error"], redact)
+    return choices
 
 
-def _refuse_error(place: str, error: object, redact: Callable[[str], str]) -> NoReturn:
+def _index(choice: JsonObject) -> float:
+    index = choice.get("index")
+    return index if isinstance(index, int) else math.inf
+
+
+def _refuse_error(place: str, error: object, redact: Redact) -> NoReturn:
     text = redact(json.dumps(error))[:_SHOWN_BYTES]
     raise RetryableError(f"{place} says that it is an error: {text}")
 

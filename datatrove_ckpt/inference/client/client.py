@@ -7,7 +7,7 @@
     finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
-    401, 402, 403, 404 and any other 4xx, any 3xx                    ServerRefused: no request of this run succeeds
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be exchanged
     the server we launched died, or hangs                            sent again, without using up an attempt
     it died of this request alone, after two other deaths            RequestPoisoned
@@ -65,9 +65,9 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client.answers import Completion, RetryableError, parse_chat, parse_completion, unfinished
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, AttemptLost, HealthProbe, Request, Router, Target
-from datatrove_ckpt.inference.client.transport import make_transport, post
+from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -134,17 +134,20 @@ class Outage:
     Args:
         patience: ``server_patience_seconds``.
         clock: like ``time.monotonic``.
+        model: the name of the client's model, if there are several.
 
     Attributes:
         answers: how many requests were answered.
         unreachable: whether the last failure says that no server can be reached.
     """
 
-    def __init__(self, patience: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
         self.patience = patience
+        self.model = model
         self.clock = clock
         self.answers = 0
         self.unreachable = False
+        self._said = f"{model}: " if model else ""
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -153,7 +156,7 @@ class Outage:
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                logger.info(f"Requests are answered again, after {self.seconds:.0f} s.")
+                logger.info(f"{self._said}Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
@@ -183,7 +186,8 @@ class Outage:
         """Logs that the run waits, if it is time for that."""
         if self._since is not None and self.next_line() <= 0:
             self._said_at = self.clock()
-            logger.warning(waiting(str(failure), failure.unreachable, self.seconds, self.patience))
+            line = waiting(str(failure), failure.unreachable, self.seconds, self.patience)
+            logger.warning(f"{self._said}{line}")
 
     def next_line(self) -> float:
         """Seconds until the next line is due; infinite while requests are answered."""
@@ -255,7 +259,7 @@ class CompletionClient:
     """Sends requests to one or several servers that serve the same model.
 
     Args:
-        config: timeouts, attempts, slots; ``use_chat`` chooses the path.
+        config: timeouts, attempts, slots; ``use_chat`` chooses the usual way.
         urls: base URLs of servers that are always there. Servers that we launch come with ``add`` and
             ``mark_up``, and go with ``router.mark_dead``.
         api_key: bearer token for ``urls``, or None.
@@ -267,6 +271,7 @@ class CompletionClient:
         stats: counters.
         router: which servers are up, and which requests wait.
         outage: since when no request is answered.
+        way: of completions.
         on_server: gets what happens to servers that we launch: what, name, URL, why.
 
     Raises:
@@ -285,12 +290,11 @@ class CompletionClient:
     ) -> None:
         self.stats = ClientStats()
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
-        self.outage = Outage(config.server_patience_seconds, clock)
+        self.outage = Outage(config.server_patience_seconds, clock, config.name)
         self.on_server: OnServer = lambda what, name, url, why: None
         self._config = config
         self._sleep = sleep
-        self._parse = parse_chat if config.use_chat else parse_completion
-        self._path = "chat/completions" if config.use_chat else "completions"
+        self.way = CHAT if config.use_chat else COMPLETIONS
         self._fixed = [HiddenUrl.wrap(url) for url in urls]
         self._proxied = config.server_type == "endpoint" and needs_proxy(self._fixed)
         self._key = Key.wrap(api_key)
@@ -320,11 +324,8 @@ class CompletionClient:
 
     def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
         """Send requests to this URL from now on. A restarted server has another port and another key."""
-        # One transport per server: it is closed with its server, and it holds the key, so that no call has to.
-        target.url = HiddenUrl.wrap(url).api(self._path)
-        timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
-        headers = api_key.headers() if api_key is not None else None
-        target.transport = make_transport(target.url, headers, timeout, self._proxied)
+        target.url, target.api_key = HiddenUrl.wrap(url), api_key
+        self._transport(target, self.way)  # so that what is wrong with the URL is said at once
         target.limit = FIRST_LIMIT if self._config.max_concurrent_generations == "auto" else math.inf
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
@@ -336,11 +337,22 @@ class CompletionClient:
             await asyncio.sleep(0)  # they were aborted, and end in their next turn of the event loop
         await _close(target)
 
-    async def complete(self, body: bytes) -> Completion:
+    def _transport(self, target: Target, way: Way) -> Transport:
+        # One per server and path: it is closed with its server, and it holds the key, so that no call has to.
+        if (found := target.transports.get(way.path)) is None:
+            assert target.url is not None
+            timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
+            headers = target.api_key.headers() if target.api_key is not None else None
+            found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
+            target.transports[way.path] = found
+        return found
+
+    async def complete(self, body: bytes, way: Way | None = None) -> Completion:
         """The answer to one request.
 
         Args:
             body: the final payload as JSON.
+            way: None: the usual one.
 
         Raises:
             RequestRejected: this request can never succeed.
@@ -351,13 +363,14 @@ class CompletionClient:
             ServerDied: no server is left, and none may be restarted.
             TooManyOpenFiles: this process may open no more connections.
         """
+        way = way or self.way
         request = Request()
         clock = RequestClock(self.outage)
         while True:
             target = await self.router.acquire(request)
             deaths, was_quarantined = len(request.deaths), request.is_quarantined
             try:
-                return await self._attempt(target, request, body)
+                return await self._attempt(target, request, body, way)
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
                 if was_quarantined and alone and not self.router.closed:
@@ -420,12 +433,13 @@ class CompletionClient:
             f"Last cause: {deaths[-1].cause}"
         )
 
-    async def _attempt(self, target: Target, request: Request, body: bytes) -> Completion:
+    async def _attempt(self, target: Target, request: Request, body: bytes, way: Way) -> Completion:
         if not target.up:  # it died after it was assigned to this request
             raise AttemptLost
-        if target.transport is not None and target.transport.unasked >= _MAX_UNASKED:
+        transport = self._transport(target, way)
+        if transport.unasked >= _MAX_UNASKED:
             raise ServerRefused(
-                f"{target.url} has sent an answer without a request {target.transport.unasked} times. So it, or a "
+                f"{transport.url} has sent an answer without a request {transport.unasked} times. So it, or a "
                 "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
                 "Let the requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command "
                 "again."
@@ -434,7 +448,7 @@ class CompletionClient:
         self.stats.in_flight += 1
         self.stats.requests += 1
         try:
-            answer = await self._send(target, request, body, attempt.started_at)
+            answer = await self._send(target, transport, request, body, attempt.started_at, way)
         except (RetryableError, CkptError):
             if not attempt.lost:
                 raise
@@ -454,13 +468,14 @@ class CompletionClient:
         self.outage.answered()
         return answer
 
-    async def _send(self, target: Target, request: Request, body: bytes, started_at: float) -> Completion:
-        assert target.transport is not None
-        assert target.url is not None
+    async def _send(
+        self, target: Target, transport: Transport, request: Request, body: bytes, started_at: float, way: Way
+    ) -> Completion:
         try:
-            raw = await post(target.transport, target.url, body, self._config.model_name_or_path)
-            answer = self._parse(raw, target.transport.redact)
-            self._check_reason(answer, target, request)
+            raw = await post(transport, body, self._config.model_name_or_path)
+            answer = way.parse(raw, transport.redact)
+            if answer.answer is None:
+                self._check_reason(answer, transport.url, target, request)
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
@@ -476,7 +491,7 @@ class CompletionClient:
                 await target.probe(started_at, not failure.server_is_busy)
             raise
 
-    def _check_reason(self, answer: Completion, target: Target, request: Request) -> None:
+    def _check_reason(self, answer: Completion, url: HiddenUrl, target: Target, request: Request) -> None:
         """An answer without a finish_reason may be cut off.
 
         Raises:
@@ -497,13 +512,13 @@ class CompletionClient:
         lasts = now - request.without_reason_since >= _STOPPING
         if lasts and request.without_reason >= self._config.request_max_attempts:
             raise ServerRefused(
-                f"{target.url} has answered one request {request.without_reason} times without a finish_reason, for "
+                f"{url} has answered one request {request.without_reason} times without a finish_reason, for "
                 f"{now - request.without_reason_since:.0f} s. {_HINT}"
             )
         raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
 
 async def _close(target: Target) -> None:
-    transport, target.transport = target.transport, None
-    if transport is not None:
+    transports, target.transports = target.transports, {}
+    for transport in transports.values():
         await transport.close()

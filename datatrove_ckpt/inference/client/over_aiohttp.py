@@ -63,7 +63,7 @@ class AiohttpTransport:
         method: str,
         proxied: bool,
     ) -> None:
-        self._url = url
+        self.url = url
         self.unasked = 0
         self.redact = url.redactor(headers)
         # Not given to the session, which would show them among its attributes.
@@ -87,7 +87,7 @@ class AiohttpTransport:
         data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
         try:
             async with self._session.request(
-                self._method, self._url.reveal(), data=data or None, headers=self._headers, allow_redirects=False
+                self._method, self.url.reveal(), data=data or None, headers=self._headers, allow_redirects=False
             ) as response:
                 try:
                     answer = await _read_body(response)
@@ -100,7 +100,7 @@ class AiohttpTransport:
             raise ConnectTimeout from None
 
     def explain(self, error: Exception) -> str:
-        return self.redact(str(error).replace(str(self._url.reveal()), str(self._url)))  # as yarl writes it
+        return self.redact(str(error).replace(str(self.url.reveal()), str(self.url)))  # as yarl writes it
 
     async def close(self) -> None:
         await self._session.close()

@@ -376,6 +376,7 @@ class PlainTransport:
         keepalive: seconds after which an idle connection is closed instead of used again.
 
     Attributes:
+        url: where it sends them.
         unasked: how often bytes arrived without a request.
         errors: what ``send`` raises besides TimeoutError.
     """
@@ -391,6 +392,7 @@ class PlainTransport:
         keepalive: float,
         method: str = "POST",
     ) -> None:
+        self.url = url
         self._host, self._port = url.reveal().raw_host or "", url.reveal().port or 80
         self._timeout = timeout
         self._connect_timeout = min(connect_timeout, timeout)

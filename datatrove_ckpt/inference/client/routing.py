@@ -30,6 +30,7 @@ from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.redaction import Key
 
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
@@ -144,6 +145,8 @@ class Target:
     """One server, as the client sees it.
 
     Attributes:
+        url, api_key: of its API.
+        transports: to each path that was asked.
         up: requests may be sent.
         limit: how many may be in flight here.
         reserved: the server runs quarantined requests only, once its other requests are answered.
@@ -156,7 +159,8 @@ class Target:
 
     def __init__(self, probe: HealthProbe | None = None) -> None:
         self.url: HiddenUrl | None = None
-        self.transport: Transport | None = None
+        self.api_key: Key | None = None
+        self.transports: dict[str, Transport] = {}
         self.up = False
         self.limit = math.inf
         self.in_flight = 0

@@ -86,13 +86,14 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
         await transport.close()
 
 
-async def post(transport: Transport, url: HiddenUrl, body: bytes, model: str) -> bytes:
-    """The body of an answer (200, 201, 203). ``url`` and ``model`` appear in error messages only.
+async def post(transport: Transport, body: bytes, model: str) -> bytes:
+    """The body of an answer (200, 201, 203). ``model`` appears in error messages only.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
         TooManyOpenFiles: no connection could be opened, which is not the server's fault.
     """
+    url = transport.url
     try:
         with frames_cut():
             response = await transport.send(body)

@@ -50,7 +50,7 @@ class HiddenUrl:
         return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
 
     def api(self, path: str) -> HiddenUrl:
-        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions".
+        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions"; "/tokenize" beside it.
 
         A URL without a path gets /v1, any other one is taken as given. It may also be the whole address of the
         completions.
@@ -60,7 +60,9 @@ class HiddenUrl:
             names = ["v1"]
         elif names[-1] == "completions":
             names = names[: -2 if names[-2:-1] == ["chat"] else -1]
-        url = self._url.with_path("/" + "/".join([*names, *path.split("/")]), encoded=True)
+        if path.startswith("/") and _VERSION.fullmatch(names[-1]):
+            del names[-1]
+        url = self._url.with_path("/" + "/".join([*names, *path.strip("/").split("/")]), encoded=True)
         return HiddenUrl(url.with_query(self._url.query))
 
     @property

@@ -12,19 +12,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused, ServerStartFailed, named
 from datatrove_ckpt.inference.client.client import CompletionClient, OnServer, waiting
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import HiddenDict, Key
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.inference.servers.rank_models import RankModels
 
 Watch = Callable[[], Awaitable[None]]
 
@@ -35,15 +39,23 @@ def check_servers(config: InferenceConfig) -> None:
     Raises:
         ConfigError, ServerStartFailed: what is missing, and what to do.
     """
-    if config.server_type == "endpoint":
-        ExternalServers(config)
-    else:
-        config.engine.launch(config, 1, Key("unused"))
+    try:
+        if config.server_type == "endpoint":
+            ExternalServers(config)
+        else:
+            config.engine.launch(config, 1, Key("unused"))
+    except CkptError as error:
+        named(error, config.name)
+        raise
 
 
 @asynccontextmanager
 async def connect(
-    config: InferenceConfig, rank: int, shutdown: Shutdown | None = None, on_server: OnServer | None = None
+    config: InferenceConfig,
+    rank: int,
+    shutdown: Shutdown | None = None,
+    on_server: OnServer | None = None,
+    models: RankModels | None = None,
 ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
     """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
 
@@ -52,6 +64,7 @@ async def connect(
     Args:
         shutdown: of the rank; None: of nobody.
         on_server: gets what happens to servers; None: nobody does.
+        models: the rank's, this one among them. None: it is the only one.
 
     Raises:
         ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and ``ExternalServers.start``.
@@ -63,14 +76,14 @@ async def connect(
         async with CompletionClient(config, servers.urls, servers.api_key, shutdown=shutdown) as client:
             client.on_server = on_server or client.on_server
             for index, url in enumerate(servers.urls):
-                client.on_server("ready", str(index), str(url), "")
+                client.on_server("ready", config.server_name(index), str(url), "")
             yield client, wait_until_cancelled  # a failure of these servers shows in their answers
     else:
         from datatrove_ckpt.inference.servers.pool import ServerPool
 
         async with CompletionClient(config, [], None, shutdown=shutdown) as client:
             client.on_server = on_server or client.on_server
-            async with ServerPool(config, rank, client, shutdown).running() as watch:
+            async with ServerPool(config, rank, client, shutdown, models).running() as watch:
                 yield client, watch
 
 
@@ -115,7 +128,7 @@ class ExternalServers:
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
-        window = ready_window(self.config)
+        window, said = ready_window(self.config), self.config.said
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
@@ -124,10 +137,10 @@ class ExternalServers:
             causes = self._causes(answers)
             if len(causes) < len(answers):
                 if said_at >= started:
-                    logger.info(f"An endpoint answers, after {time.monotonic() - started:.0f} s.")
+                    logger.info(f"{said}An endpoint answers, after {time.monotonic() - started:.0f} s.")
                 if causes:
                     logger.warning(
-                        f"{len(causes)} of {len(answers)} endpoints do not answer: {'; '.join(causes)}. Those "
+                        f"{said}{len(causes)} of {len(answers)} endpoints do not answer: {'; '.join(causes)}. Those "
                         "whose path has no version get no requests: their API may be there or below /v1."
                     )
                 self.urls = [answer.api for answer in answers if answer.api is not None]
@@ -144,7 +157,7 @@ class ExternalServers:
             # One that refuses connections is tried again at once; one that is silent has taken its time already.
             if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
                 said_at = now
-                logger.warning(waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
+                logger.warning(said + waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
             await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:

@@ -1,17 +1,23 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
 
 It gives the same answers as datatrove's own dummy server, text and token counts included, on /v1/chat/completions and
-on /v1/completions. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
+on /v1/completions. Where vLLM answers with embeddings, classes, scores and tokens, it answers with numbers that depend
+on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import hashlib
 import hmac
+import json
 import os
+import struct
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -47,6 +53,9 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             return _json({"error": {"message": "the request is not JSON", "code": 400}}, status=400)
         if latency:
             await asyncio.sleep(latency)
+        if (other := _NUMBERS.get(request.path)) is not None and isinstance(payload, dict):
+            usage = {"prompt_tokens": len(body) // 4, "total_tokens": len(body) // 4}
+            return _json({"object": "list", "model": payload.get("model"), **other(payload), "usage": usage})
         return _json(_completion(payload, len(body), chat=request.path == "/v1/chat/completions"))
 
     app = web.Application(middlewares=[check_key], client_max_size=_MAX_BODY)
@@ -54,6 +63,8 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
     app.router.add_get("/v1/models", _models)
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_post("/v1/completions", answer)
+    for path in _NUMBERS:
+        app.router.add_post(path, answer)
     return app
 
 
@@ -79,6 +90,65 @@ def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
             "total_tokens": prompt_tokens + _COMPLETION_TOKENS,
         },
     }
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+# The values of payloads are what users wrote, hence ``Any``.
+_Payload = dict[str, Any]
+_DIMENSIONS = 8
+
+
+def _numbers(text: object, count: int) -> list[float]:
+    """Between 0 and 1, with an exact form as float32; the same for equal texts."""
+    seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
+    return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
+
+
+def _listed(texts: Any) -> list[Any]:
+    return texts if isinstance(texts, list) else [texts]
+
+
+def _embeddings(payload: _Payload) -> _Payload:
+    dimensions = payload.get("dimensions") or _DIMENSIONS
+    vectors: list[Any] = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
+    if payload.get("encoding_format") == "base64":
+        vectors = [base64.b64encode(struct.pack(f"<{dimensions}f", *vector)).decode() for vector in vectors]
+    return {"data": [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]}
+
+
+def _classes(payload: _Payload) -> _Payload:
+    data = []
+    for at, text in enumerate(_listed(payload.get("input"))):
+        (score,) = _numbers(text, 1)
+        data.append({"index": at, "label": f"LABEL_{score > 0.5:d}", "probs": [1 - score, score], "num_classes": 2})
+    return {"data": data}
+
+
+def _scores(payload: _Payload) -> _Payload:
+    texts = _listed(payload.get("text_2"))
+    scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in texts]
+    return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
+
+
+def _ranking(payload: _Payload) -> _Payload:
+    scores = [_numbers([payload.get("query"), text], 1)[0] for text in _listed(payload.get("documents"))]
+    best = sorted(range(len(scores)), key=lambda at: -scores[at])[: payload.get("top_n") or None]
+    return {"results": [{"index": at, "relevance_score": scores[at]} for at in best]}
+
+
+def _tokens(payload: _Payload) -> _Payload:
+    tokens = list(str(payload.get("prompt")).encode())
+    return {"tokens": tokens, "count": len(tokens)}
+
+
+_NUMBERS = {
+    "/v1/embeddings": _embeddings,
+    "/classify": _classes,
+    "/score": _scores,
+    "/v1/rerank": _ranking,
+    "/tokenize": _tokens,
+}
 
 
 def _json(value: object, status: int = 200) -> web.Response:

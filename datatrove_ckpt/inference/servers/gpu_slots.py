@@ -1,13 +1,14 @@
 """Leases a server its share of the node: GPUs, and its own cache folder.
 
-**GPUs.** With ``replicas`` the GPUs that this process sees are divided, tp * dp * pp for each server. Slurm and Ray
-give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them. There, each server
-leases its GPUs by a file lock (flock) per GPU. Why a lock: neither the environment nor the rank says which ranks run
-at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may), while a lock becomes free exactly when its holder has
-ended, killed or not. The server's processes inherit the lock, so GPUs count as taken until the last of these processes
-has freed its memory. A process without visible GPUs (a CPU machine) leases and divides none.
+**GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided, tp * dp * pp for each server,
+the first model's first. Slurm and Ray give each task its own GPUs, but LocalPipelineExecutor starts several ranks that
+all see all of them. There, each server leases its GPUs by a file lock (flock) per GPU. Why a lock: neither the
+environment nor the rank says which ranks run at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may), while a
+lock becomes free exactly when its holder has ended, killed or not. The server's processes inherit the lock, so GPUs
+count as taken until the last of these processes has freed its memory. A process without visible GPUs (a CPU machine)
+leases and divides none.
 
-**Cores.** The ``replicas`` of llama.cpp together have as many threads as this process may use cores, and at least one
+**Cores.** The llama.cpp servers of a rank together have as many threads as this process may use cores, and at least one
 each. Threads are not pinned.
 
 **vLLM's cache.** vLLM keeps the results of torch.compile in ~/.cache/vllm, and servers that start together write the
@@ -24,7 +25,9 @@ import os
 import re
 import socket
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from loguru import logger
@@ -64,47 +67,66 @@ class GpuLease:
             node.close(self.locks.pop())
 
 
-async def lease_gpus(config: InferenceConfig) -> list[GpuLease]:
-    """One lease per replica, which the caller closes. First ends what killed runs have left on this node.
+async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str] = ()) -> dict[str, list[GpuLease]]:
+    """One lease per server of a rank's models, by their names. First ends what killed runs have left on this node.
+
+    Args:
+        configs: of all models whose servers the rank launches, in their order.
+        without: the models that have their servers, and so their leases, already.
 
     Raises:
         ConfigError: there are GPUs, but too few.
     """
     await asyncio.to_thread(end_leftovers)
-    leases = [GpuLease() for _ in range(config.replicas)]
+    leases = {one.name: [GpuLease() for _ in range(one.replicas)] for one in configs if one.name not in without}
     try:
-        await _share_gpus(config, leases)
-        if (cache := config.engine.cache) is not None:
-            for lease in leases:
-                await asyncio.to_thread(_add_cache_folder, lease, *cache)
+        await _share_gpus(configs, leases)
+        for config in configs:
+            if (cache := config.engine.cache) is not None:
+                for lease in leases.get(config.name, ()):
+                    await asyncio.to_thread(_add_cache_folder, lease, *cache)
     except BaseException:
-        for lease in leases:
+        for lease in chain(*leases.values()):
             lease.close()
         raise
     return leases
 
 
-async def _share_gpus(config: InferenceConfig, leases: list[GpuLease]) -> None:
+async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]) -> None:
+    """Without locks each server has its place among the GPUs; with locks it gets those that are free, all at once."""
     visible = visible_gpus()
-    ranks_share_them = config.engine.leases_gpus and os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
-    if not visible or not (config.replicas > 1 or ranks_share_them):
+    is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
+    ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
+    divided = ranks_share_them or sum(config.replicas for config in configs) > 1
+    if not visible or not leases or not (divided or any(config.gpus is not None for config in configs)):
         return
-    each = config.engine.gpus_per_server(config)
-    needed = each * config.replicas
+    needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
-        raise ConfigError(
-            f"replicas: {config.replicas} servers with tp * dp * pp = {each} need {needed} GPUs, and this task sees "
-            f"{len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
-        )
+        raise ConfigError(_too_few(configs, needed, visible))
     chosen = [(name, -1) for name in visible]
     if ranks_share_them:
-        chosen = await _lock_gpus(visible, needed)
-    for index, lease in enumerate(leases):
-        share = chosen[index * each : (index + 1) * each]
-        lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
-        for _, lock in share:
-            if lock >= 0:
-                lease.add_lock(lock)
+        chosen = await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs if one.name in leases))
+    left = iter(chosen)
+    for config in configs:
+        if ranks_share_them and config.name not in leases:
+            continue
+        servers = [list(islice(left, config.gpus_each)) for _ in range(config.replicas)]
+        for lease, share in zip(leases.get(config.name, ()), servers, strict=False):
+            lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
+            for _, lock in share:
+                if lock >= 0:
+                    lease.add_lock(lock)
+
+
+def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[str]) -> str:
+    there = f"{needed} GPUs, and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
+    if len(configs) > 1:
+        each = " and ".join(f"{one.name} ({one.gpus_each * one.replicas})" for one in configs)
+        return f"gpus: the models {each} together need {there}"
+    (config,) = configs
+    if config.gpus is not None:
+        return f"gpus: its servers need {there}"
+    return f"replicas: {config.replicas} servers with tp * dp * pp = {config.gpus_each} need {there}"
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:

@@ -148,7 +148,7 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
     if connection is None:
         return
     reader, writer = connection
-    (lease,) = await lease_gpus(config)
+    ((lease,),) = (await lease_gpus([config])).values()
     with contextlib.closing(lease):
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         watch: asyncio.Task[None] | None = None

@@ -24,7 +24,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
-from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.probes import (
     NO_ANSWER,
@@ -34,8 +34,9 @@ from datatrove_ckpt.inference.servers.probes import (
     read_metrics,
     request_health,
 )
+from datatrove_ckpt.inference.servers.rank_models import RankModels
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, take
+from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
@@ -46,6 +47,7 @@ class ServerPool:
     Args:
         client: each server becomes a target of it.
         shutdown: of the rank; by default of nobody.
+        models: of the rank; None: only this one.
 
     Attributes:
         restarts: how often servers were restarted.
@@ -55,6 +57,7 @@ class ServerPool:
     rank: int
     client: CompletionClient
     shutdown: Shutdown = field(default_factory=Shutdown)
+    models: RankModels | None = None
     supervisors: list[ServerSupervisor] = field(default_factory=list)
     _head: HeadNode | None = None
 
@@ -69,13 +72,12 @@ class ServerPool:
         Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
         """
         async with AsyncExitStack() as stack:
-            settings: Settings | None = None  # this rank shares its servers with no other one
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
-            elif self.config.reuse_servers:
-                settings = await asyncio.to_thread(server_settings, self.config)
-            servers = await take(settings, self.rank) or await self._new_servers()
+            models = self.models or RankModels([self.config], self.rank)
+            settings, servers, leases = await models.get(self.config)
+            servers = servers or self._new_servers(leases)
             kept = None
             try:
                 for index, server in enumerate(servers):
@@ -133,9 +135,8 @@ class ServerPool:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _new_servers(self) -> list[InferenceServer]:
+    def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
         """Servers that are not started yet, each with its lease."""
-        leases = await lease_gpus(self.config)
         if (head := self._head) is not None:
             nodes, launch = head.nodes, head.start_workers
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
@@ -145,10 +146,11 @@ class ServerPool:
         """``settings``: with which the next rank may have them; None: it may not."""
         if self.restarts:
             resent = self.client.stats.resent
-            logger.info(f"Servers were restarted {self.restarts} times, and {resent} requests were sent again.")
+            line = f"Servers were restarted {self.restarts} times, and {resent} requests were sent again."
+            logger.info(self.config.said + line)
         for supervisor in self.supervisors:
             self.client.router.mark_dead(supervisor.target, "the run ends")
-        if settings is not None and keep(ServerSet(settings, self.rank, servers)):
+        if settings is not None and keep(ServerSet(settings, self.rank, servers, self.config.name)):
             await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:
@@ -209,7 +211,7 @@ class ServerSupervisor:
         self.target = self.client.add(self.probe)
         self.restarts = 0
         which = f"Server {self.index}" if self.config.replicas > 1 else "The server"
-        self._name = f"{which} of rank {self.rank}"
+        self._name = f"{self.config.said}{which} of rank {self.rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at
@@ -229,7 +231,7 @@ class ServerSupervisor:
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
-        self.client.on_server(what, str(self.index), url, why.partition("\n")[0])
+        self.client.on_server(what, self.config.server_name(self.index), url, why.partition("\n")[0])
 
     async def stop(self) -> None:
         await self.client.disconnect(self.target)

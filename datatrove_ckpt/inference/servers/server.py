@@ -104,7 +104,8 @@ class InferenceServer:
 
     @property
     def name(self) -> str:
-        name = f"rank_{self.rank:05d}" + (f"_replica_{self.replica}" if self.config.replicas > 1 else "")
+        name = f"rank_{self.rank:05d}" + (f"_{self.config.name}" if self.config.name else "")
+        name += f"_replica_{self.replica}" if self.config.replicas > 1 else ""
         return name + (f"_node_{self.nodes.rank}" if self.nodes.count > 1 else "")
 
     @property
@@ -132,10 +133,12 @@ class InferenceServer:
         whose = f"that rank {self.started_by} started (log {self._log_path})"
         which = f"server {self.replica}" if config.replicas > 1 else "the server"
         if problem is not None:
-            logger.warning(f"Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew.")
+            logger.warning(
+                f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew."
+            )
             await self.kill()
             return False
-        logger.debug(f"Rank {rank} takes over {which} {whose}.")
+        logger.debug(f"{config.said}Rank {rank} takes over {which} {whose}.")
         return True
 
     async def _lasting_problem(self) -> str | None:
@@ -251,10 +254,11 @@ class InferenceServer:
             exit_code.cancel()
             answer.cancel()
             await asyncio.gather(exit_code, answer, return_exceptions=True)
-        logger.info(f"{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
+        logger.info(f"{self.config.said}{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
 
     def _starting_line(self, window: float, waited: float) -> str:
-        return starting_line(self.config.server_type, waited, window, self._log_path, self._log())
+        line = starting_line(self.config.server_type, waited, window, self._log_path, self._log())
+        return f"{self.config.said}{line}"
 
     async def _wait_until_answering(self) -> None:
         longest, failures = self.config.server_ready_delay_sec, 0

@@ -1,7 +1,7 @@
 """Warm servers: the servers of a rank that ended well, kept for the next rank of this process (``reuse_servers``).
 
-A model is then loaded once per process, however many ranks the process works through. There is at most one warm set,
-and only between two ranks:
+A model is then loaded once per process, however many ranks the process works through. There is at most one warm set
+for each model of a rank, and only between two ranks:
 
     a rank's end                    its servers become the warm set (``keep``), if the rank succeeds (``one_rank``)
     the next rank needs a server    it gets the warm set (``take``) if its servers would have the same settings, and
@@ -26,7 +26,7 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -56,22 +56,27 @@ Settings = dict[str, str]
 
 @dataclass
 class ServerSet:
-    """The servers of one rank, with what they hold."""
+    """The servers of one rank, with what they hold. ``model``: its name, if the rank has several."""
 
     settings: Settings
     rank: int
     servers: list[InferenceServer]
+    model: str = ""
+
+    def request_stop(self) -> None:
+        for server in self.servers:
+            server.request_stop()
 
     def stop(self) -> None:
         """Returns when they have ended."""
-        for server in self.servers:
-            server.request_stop()
+        self.request_stop()
         for server in self.servers:
             server.stop_blocking()
             server.lease.close()
 
     def __str__(self) -> str:
-        return f"the {'servers' if len(self.servers) > 1 else 'server'} of rank {self.rank}"
+        of_model = f" of {self.model}" if self.model else ""
+        return f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of rank {self.rank}"
 
 
 class _State:
@@ -79,7 +84,7 @@ class _State:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may close the servers while its thread holds the lock
-        self.warm: ServerSet | None = None
+        self.warm: dict[str, ServerSet] = {}  # by the names of the models
         self.ranks = 0  # that are running; several, if a program runs them in threads
         self.timer: threading.Timer | None = None
         self.ends_with_process = False
@@ -98,8 +103,11 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def server_settings(config: InferenceConfig) -> Settings:
+def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> Settings:
     """Everything that the servers of a rank depend on: their command, files, environment and place.
+
+    Args:
+        gpus: how many each model of the rank needs; they are divided in this order.
 
     Raises:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
@@ -116,6 +124,7 @@ def server_settings(config: InferenceConfig) -> Settings:
         "server_stop_timeout_sec": config.server_stop_timeout_sec,
         "server_log_folder": config.server_log_folder,
         "working directory": str(Path.cwd()),
+        "gpus": [config.gpus, *gpus],
     }
     environment = HiddenDict({**os.environ, **command.env})
     return {
@@ -128,23 +137,27 @@ def _hash(part: object) -> str:
     return xxhash.xxh3_128_hexdigest(repr(part).encode())
 
 
-async def take(settings: Settings | None, rank: int) -> list[InferenceServer] | None:
-    """The warm servers, which belong to the caller from now on. None if there are none, or if others are needed.
-
-    Servers with other settings are stopped first: they may hold the GPUs that the caller needs.
+async def take(wanted: Mapping[str, Settings | None], rank: int) -> dict[str, list[InferenceServer]]:
+    """The warm servers of these models, which belong to the caller from now on. Those that no model can have are left
+    out, and stopped first: they may hold the GPUs that the caller needs.
 
     Args:
-        settings: of the caller's servers; None if they must be its own.
+        wanted: the settings of each model's servers; None if they must be its own.
         rank: the caller's.
     """
     warm = _take_all()
-    if warm is None:
-        return None
-    if warm.settings == settings:
-        return warm.servers
-    logger.info(f"Rank {rank} does not take over {warm}, which is stopped: {_difference(warm.settings, settings)}.")
-    await asyncio.to_thread(warm.stop)
-    return None
+    found = {name: one for name, one in warm.items() if one.settings == wanted.get(name)}
+    others = {name: warm[name] for name in warm.keys() - found.keys()}
+    for name, one in others.items():
+        why = _difference(one.settings, wanted[name]) if name in wanted else "it has no such model"
+        logger.info(f"Rank {rank} does not take over {one}, which is stopped: {why}.")
+    try:
+        await asyncio.to_thread(_stop, others)
+    except BaseException:
+        for one in found.values():
+            keep(one)
+        raise
+    return {name: one.servers for name, one in found.items()}
 
 
 def _difference(before: Settings, now: Settings | None) -> str:
@@ -159,9 +172,9 @@ def keep(servers: ServerSet) -> bool:
     """Make these servers the warm set. False if that cannot be: then the caller must stop them."""
     with _state.lock:
         # Outside of ``one_rank`` nobody knows whether the rank succeeds.
-        if _state.warm is not None or not _state.ranks or not any(server.is_running for server in servers.servers):
+        if servers.model in _state.warm or not _state.ranks or not any(server.is_running for server in servers.servers):
             return False
-        _state.warm = servers
+        _state.warm[servers.model] = servers
         if not _state.ends_with_process:
             _state.ends_with_process = True
             atexit.register(close_warm_servers)
@@ -189,7 +202,7 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
     finally:
         with state.lock:
             state.ranks -= 1
-            if succeeded and state is _state and state.warm is not None and not state.ranks:
+            if succeeded and state is _state and state.warm and not state.ranks:
                 state.timer = threading.Timer(IDLE_SECONDS, _stop_idle)
                 state.timer.daemon = True
                 state.timer.start()
@@ -204,15 +217,21 @@ def close_warm_servers() -> None:
     May be called at any time, and by any thread.
     """
     timer, warm = _state.timer, _take_all()
-    if warm is not None:
-        warm.stop()
+    _stop(warm)
     if timer is not None and timer is not threading.current_thread():
         timer.join()  # it may be stopping servers
 
 
-def _take_all() -> ServerSet | None:
+def _stop(warm: Mapping[str, ServerSet]) -> None:
+    for servers in warm.values():
+        servers.request_stop()
+    for servers in warm.values():
+        servers.stop()
+
+
+def _take_all() -> dict[str, ServerSet]:
     with _state.lock:
-        warm, _state.warm = _state.warm, None
+        warm, _state.warm = _state.warm, {}
         _cancel_timer()
         return warm
 
@@ -227,11 +246,11 @@ def _stop_idle() -> None:
     with _state.lock:
         if threading.current_thread() is not _state.timer:
             return  # a rank came at the last moment
-        warm, _state.warm = _state.warm, None
-    if warm is not None:
+        warm, _state.warm = _state.warm, {}
+    for servers in warm.values():
         seconds = f"{IDLE_SECONDS:g} s"
-        logger.info(f"Stopping {warm}: this process has had no other rank for {seconds} (reuse_servers).")
-        warm.stop()
+        logger.info(f"Stopping {servers}: this process has had no other rank for {seconds} (reuse_servers).")
+    _stop(warm)
 
 
 # Stamps of the files that a server is started with: equal as long as nobody changes the files.

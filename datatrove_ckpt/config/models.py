@@ -1,0 +1,72 @@
+"""Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge": InferenceConfig(...)}``.
+
+The first one is the rollout's ``generate``, and gives the settings that a rank has once. The others are
+``generate.judge`` and so on. Each has its own servers.
+"""
+
+from __future__ import annotations
+
+import copy
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+
+from datatrove_ckpt.config.inference_config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+
+_NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
+# What ``generate`` has, and what the fields of other parts of a run's identity begin with.
+_OF_GENERATE = "classify cut_off embed empty failed last_hash last_payload rerank score tokenize tokens"
+_OF_IDENTITY = "identity_version metadata_key models output_writer records_per_chunk rollout_fn shared_context tasks"
+_TAKEN = frozenset({*_OF_GENERATE.split(), *_OF_IDENTITY.split(), *(one.name for one in fields(InferenceConfig))})
+_OF_THE_RANK = ("rollouts_per_document", "metric_interval")
+
+
+def models_of(config: InferenceConfig | Mapping[str, InferenceConfig]) -> dict[str, InferenceConfig]:
+    """The models by their names, in their order. A single one, without a name, has the name "".
+
+    Of several models these are copies, which know their names.
+
+    Raises:
+        ConfigError: a name or a setting cannot be one.
+    """
+    if not isinstance(config, Mapping):
+        return {"": _checked("config", config)}
+    if not config:
+        raise ConfigError('config: is empty. Name each model: {"writer": InferenceConfig(...), ...}.')
+    for name in config:
+        if not _NAME.fullmatch(str(name)) or keyword.iskeyword(str(name)) or name in _TAKEN:
+            raise ConfigError(
+                f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, and not be anything "
+                "else. Take letters, digits and _, such as judge."
+            )
+    models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
+    return models if len(models) == 1 else _several(models)
+
+
+def _checked(place: str, config: object) -> InferenceConfig:
+    if isinstance(config, InferenceConfig):
+        return config
+    if not hasattr(config, "server_type"):
+        raise ConfigError(f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}.")
+    made = InferenceConfig.from_datatrove(config)
+    made.limits_documents = False  # datatrove fills it in
+    return made
+
+
+def _several(models: dict[str, InferenceConfig]) -> dict[str, InferenceConfig]:
+    first, *others = models
+    for name in others:
+        for setting in _OF_THE_RANK:
+            default = InferenceConfig.__dataclass_fields__[setting].default
+            if getattr(models[name], setting) not in (default, getattr(models[first], setting)):
+                raise ConfigError(f"config: {name}: {setting}: is set for the first model only, {first}.")
+        if models[name].limits_documents:
+            raise ConfigError(f"config: {name}: max_concurrent_documents: is set for the first model only, {first}.")
+    models = {name: copy.copy(config) for name, config in models.items()}
+    on_cores = {name: config.replicas for name, config in models.items() if config.server_type == "llamacpp"}
+    for name, config in models.items():
+        config.name = name
+        config.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
+    return models

@@ -1,0 +1,199 @@
+"""Parses answers that are numbers: embeddings, classes, scores, rankings and tokens, in the forms of all engines.
+
+    way       OpenAI, vLLM                      SGLang                       llama.cpp
+    embed     data[] index, embedding           the same                     the same
+    classify  data[] index, label, probs        the same
+    score     data[] index, score               [] index, score (rerank)     results[] index, relevance_score (rerank)
+    rerank    results[] index, relevance_score  [] index, score              results[] index, relevance_score
+    tokenize  tokens[]                          tokens[]                     tokens[]
+
+What is kept is small, the same in each run, and exact: an array is base64 of its float32 values, little-endian. An
+answer that lacks a value, has another number of values than was asked for, or has NaN or infinity (JSON has null for
+them) is retried, as an unfinished completion is: no array that reaches a rollout is wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from datatrove_ckpt.inference.client.answers import (
+    Completion,
+    JsonObject,
+    Redact,
+    RetryableError,
+    Way,
+    other_than_text,
+    read_json,
+    way_to,
+)
+
+Floats = npt.NDArray[np.float32]
+_FLOAT32 = np.dtype("<f4")  # as in base64
+_ROWS = ("data", "results")
+
+
+def typed_way(name: str, path: str, count: int, best: int | None = None) -> Way:
+    """The way to a path of which a typed answer is expected.
+
+    Args:
+        name: "embed", "classify", "score", "rerank" or "tokenize".
+        count: how many texts are asked about.
+        best: of a ranking, how many are wanted; None: all.
+    """
+    parse = partial(_PARSERS[name], count=count)
+    return Way(way_to(path).path, parse if best is None else partial(parse, best=best), f"{name}()")
+
+
+def to_base64(values: Floats) -> str:
+    """The array as it is kept."""
+    return base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode()
+
+
+def from_base64(text: str) -> Floats:
+    """The array that was kept, bit for bit. It can be written to."""
+    return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
+
+
+def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+    """Vectors of one length, in the order of their texts: ``embeddings``, base64.
+
+    Raises:
+        RetryableError: the answer has another form, or another number of vectors.
+    """
+    answer, rows = _rows(raw, redact, count)
+    vectors = [_vector(row.get("embedding")) for row in rows]
+    if len({len(vector) for vector in vectors}) > 1:
+        raise RetryableError("the answer's embeddings have different lengths")
+    return other_than_text(answer, {"embeddings": [to_base64(vector) for vector in vectors]})
+
+
+def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+    """``label``, None if the server does not name it, and ``probabilities``: of all classes in the model's order.
+
+    Raises:
+        RetryableError: the answer has another form.
+    """
+    answer, (row,) = _rows(raw, redact, count)
+    label = row.get("label")
+    if not (label is None or isinstance(label, str)):
+        raise RetryableError("the answer's label is no text")
+    return other_than_text(answer, {"label": label, "probabilities": _numbers(row.get("probs"), "probs").tolist()})
+
+
+def parse_scores(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+    """``scores`` in the order of the texts, base64.
+
+    Raises:
+        RetryableError: the answer has another form, or another number of scores.
+    """
+    answer, rows = _rows(raw, redact, count)
+    return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores"))})
+
+
+def parse_ranking(raw: bytes, redact: Redact = str, *, count: int, best: int | None = None) -> Completion:
+    """``ranking``: pairs of index and score, the best first. Equal ones are in the order of the texts.
+
+    Raises:
+        RetryableError: the answer has another form, or fewer scores.
+    """
+    answer, rows = _read(raw, redact)
+    indices = _indices(rows)
+    wanted = min(count, best or count)
+    if len(rows) < wanted or len(set(indices)) < len(rows) or not set(range(count)).issuperset(indices):
+        raise RetryableError(f"the answer ranks the texts {indices[:9]}, not {wanted} of {count}")
+    scores = _numbers([_score(row) for row in rows], "scores", np.float64).tolist()
+    ranking = sorted(zip(indices, scores, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return other_than_text(answer, {"ranking": [list(pair) for pair in ranking[:wanted]]})
+
+
+def parse_tokens(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+    """``tokens``: their numbers.
+
+    Raises:
+        RetryableError: the answer has another form.
+    """
+    answer = read_json(raw, redact)
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict) or not isinstance(tokens, list):
+        raise RetryableError("the answer has no tokens")
+    if not all(type(token) is int for token in tokens):
+        raise RetryableError("the answer's tokens are no integers")
+    return other_than_text(answer, {"tokens": tokens})
+
+
+_PARSERS: dict[str, Callable[..., Completion]] = {
+    "embed": parse_embeddings,
+    "classify": parse_classes,
+    "score": parse_scores,
+    "rerank": parse_ranking,
+    "tokenize": parse_tokens,
+}
+
+
+def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[JsonObject]]:
+    """The answer and its ``count`` rows in the order of their indices. Without any index they are in order."""
+    answer, rows = _read(raw, redact)
+    indices = _indices(rows)
+    if len(rows) != count or set(indices) != set(range(count)):
+        raise RetryableError(f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text")
+    return answer, [row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])]
+
+
+def _indices(rows: list[JsonObject]) -> list[int]:
+    """-1: what is no index."""
+    indices = [row.get("index", at) for at, row in enumerate(rows)]
+    return [index if type(index) is int else -1 for index in indices]
+
+
+def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:
+    """The answer and its rows, which are an answer of SGLang by themselves."""
+    answer: Any = read_json(raw, redact)
+    if isinstance(answer, list):
+        answer = {"data": answer, "usage": {"prompt_tokens": sum(map(_prompt_tokens, answer))}}
+    rows = None
+    if isinstance(answer, dict):
+        rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
+    if rows is None or not all(isinstance(row, dict) for row in rows):
+        raise RetryableError("the answer has no data")
+    return answer, rows
+
+
+def _prompt_tokens(row: object) -> int:
+    meta = row.get("meta_info") if isinstance(row, dict) else None
+    tokens = meta.get("prompt_tokens") if isinstance(meta, dict) else 0
+    return tokens if type(tokens) is int else 0
+
+
+def _score(row: JsonObject) -> object:
+    return row.get("relevance_score", row.get("score"))
+
+
+def _vector(value: object) -> Floats:
+    if not isinstance(value, str):
+        return _numbers(value, "embedding")
+    try:
+        vector = np.frombuffer(base64.b64decode(value, validate=True), _FLOAT32)
+    except (binascii.Error, ValueError):
+        raise RetryableError("the answer's embedding is no base64 of float32 values") from None
+    return _checked(vector, "embedding")
+
+
+def _numbers(value: object, name: str, kind: type[np.floating[Any]] = np.float32) -> npt.NDArray[Any]:
+    # numpy would make a number of None (NaN), of True and of "1".
+    if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
+        raise RetryableError(f"the answer's {name} are no list of numbers")
+    with np.errstate(over="ignore"):
+        return _checked(np.array(value, kind), name)
+
+
+def _checked(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    if not values.size or not np.isfinite(values).all():
+        raise RetryableError(f"the answer's {name} is empty, or holds NaN or infinity")
+    return values

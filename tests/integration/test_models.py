@@ -1,0 +1,365 @@
+"""Several models in one rollout: each has its own servers, faults, numbers and answers, and a document waits for none
+that it does not need."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dill
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentFailed,
+    ServerRefused,
+    ServerStartFailed,
+    ServerUnavailable,
+)
+from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from tests.jobs import ask, config, documents, letters, rows, writer
+from tests.patience import until_async
+
+
+def payload(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+async def generate_and_judge(document: Document, generate: Any) -> Any:
+    written = await generate(payload(f"Write {document.text}"))
+    judged = await generate.judge(payload(f"Judge {written.text}"))
+    return {"text": written.text, "score": judged.text}
+
+
+async def ask_both_the_same(document: Document, generate: Any) -> Any:
+    return [(await generate(payload(document.text))).text, (await generate.judge(payload(document.text))).text]
+
+
+def says(name: str) -> FakeServer:
+    return FakeServer(lambda payload, times: f"{name} on {payload['messages'][-1]['content']}")
+
+
+@pytest.fixture
+def writes() -> Iterator[FakeServer]:
+    with says("writer") as server:
+        yield server
+
+
+@pytest.fixture
+def judges() -> Iterator[FakeServer]:
+    with says("judge") as server:
+        yield server
+
+
+@pytest.fixture
+def slow(here: Path) -> None:
+    """A server that takes its time."""
+    (here / "slow.py").write_text("import time\ntime.sleep(60)\n")
+
+
+def runner(
+    folder: Path, writes: FakeServer, judges: FakeServer, rollout: Any = generate_and_judge, **changes: Any
+) -> InferenceRunner:
+    """``writer`` and ``judge`` hold changes to their configs."""
+    models = {
+        "writer": config(writes, **changes.pop("writer", {})),
+        "judge": config(judges, **changes.pop("judge", {})),
+    }
+    changes.setdefault("records_per_chunk", 2)
+    return InferenceRunner(
+        rollout, models, writer(folder), checkpoints_local_dir=str(folder / "checkpoints"), **changes
+    )
+
+
+def test_each_request_goes_to_its_model(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+    runner(here, writes, judges, judge={"default_generation_params": {"temperature": 0}}).run(documents(3))
+    expected = [
+        {"text": f"writer on Write text {n}", "score": f"judge on Judge writer on Write text {n}"} for n in range(3)
+    ]
+    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [[one] for one in expected]
+    assert [len(server.payloads) for server in (writes, judges)] == [3, 3]
+    assert {payload.get("temperature") for payload in writes.payloads} == {None}
+    assert {payload.get("temperature") for payload in judges.payloads} == {0}
+
+
+def test_the_first_model_has_its_name_too(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return (await generate.writer(payload(document.text))).text
+
+    runner(here, writes, judges, rollout).run(documents(1))
+    alone = here / "alone"
+    InferenceRunner(rollout, {"writer": config(writes)}, writer(alone)).run(documents(1))
+    assert [len(server.payloads) for server in (writes, judges)] == [2, 0]
+    assert [row["metadata"] for row in rows(here)] == [row["metadata"] for row in rows(alone)]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_same_payload_has_an_answer_of_each_model(
+    ram: Path, writes: FakeServer, judges: FakeServer, seed: int | None
+) -> None:
+    """The models have the same name, so their payloads are equal to the last byte."""
+
+    def attempt(folder: Path) -> None:
+        settings = {"config": {"seed": seed}}
+        both = {"writer": settings["config"], "judge": settings["config"]}
+        runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(documents(2))
+
+    (ram / "job").mkdir()
+    assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=("commit",))
+    results = [row["metadata"]["rollout_results"] for row in rows(ram / "job")]
+    assert results == [[[f"writer on text {n}", f"judge on text {n}"]] for n in range(2)]
+    seeds = [{payload.get("seed") for payload in server.payloads} for server in (writes, judges)]
+    assert seeds == [{None}, {None}] if seed is None else not seeds[0] & seeds[1]
+
+
+def test_killed_at_every_write_and_resumed(ram: Path) -> None:
+    def attempt(folder: Path) -> None:
+        runner(folder, writes, judges).run(documents(3))
+
+    with says("writer") as writes, says("judge") as judges:
+        (ram / "job").mkdir()
+        report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False)
+    assert len(report.points) > 10
+
+
+class Answered:
+    """Counts the requests that servers answer; further ones than ``most`` are refused, which stops the rank."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.questions: Counter[str] = Counter()
+
+    def server(self, name: str) -> FakeServer:
+        def answer(payload: dict[str, Any], times: int) -> str:
+            question = payload["messages"][-1]["content"]
+            self.questions[f"{name}: {question}"] += 1
+            return f"{name} on {question}"
+
+        return FakeServer(answer, lambda payload, times: 403 if self.questions.total() >= self.most else None)
+
+
+@pytest.mark.parametrize("most", range(6))
+def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int) -> None:
+    answered, alone = Answered(), {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
+    with answered.server("writer") as writes, answered.server("judge") as judges:
+
+        def run(folder: Path, most: int) -> None:
+            answered.most, answered.questions = most, Counter()
+            runner(folder, writes, judges, writer=alone).run(documents(3))
+
+        run(here / "undisturbed", 100)
+        assert len(answered.questions) == 6
+        with pytest.raises(ServerRefused, match=f"^{'judge' if most % 2 else 'writer'}: "):
+            run(here / "job", most)
+        before = answered.questions
+        run(here / "job", 100)
+    assert (before + answered.questions).total() == 6
+    assert outputs(here / "job/output") == outputs(here / "undisturbed/output")
+
+
+# whose fault ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
+    here: Path, writes: FakeServer, real_ready_window: None
+) -> None:
+    with says("judge") as gone:
+        pass
+    with pytest.raises(ServerStartFailed, match=r"^judge: No endpoint was ready within 0\.1 s"):
+        runner(here, writes, gone, judge={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1}).run(
+            documents(3)
+        )
+    assert not letters(here)
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_judge_that_refuses_stops_the_rank_by_its_name(here: Path, writes: FakeServer, status: int) -> None:
+    with FakeServer(status=lambda payload, times: status) as judges, pytest.raises(ServerRefused) as raised:
+        runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
+    assert str(raised.value).startswith("judge: ")
+    assert str(raised.value).count("judge: ") == 1
+    assert not letters(here)
+
+
+def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(
+    here: Path, writes: FakeServer, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer answers all the time, also while the judge's patience ends."""
+    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
+    with FakeServer(status=lambda payload, times: 503 if "2" in str(payload) else None) as judges:
+        settings = {"server_patience_seconds": 0.5, "request_max_attempts": 10**6}
+        with pytest.raises((ServerUnavailable, DocumentFailed)) as raised:
+            runner(here, writes, judges, judge=settings, on_document_error="dead_letter").run(documents(3))
+    assert "judge: " in str(raised.value)
+    assert "writer" not in str(raised.value)
+    assert any("judge: The server gives no answers (HTTP 503" in line for line in log)
+    assert not letters(here)
+
+
+def test_a_request_that_the_judge_rejects_is_its_documents_fault(here: Path, writes: FakeServer) -> None:
+    with FakeServer(status=lambda payload, times: 400 if "text 1" in str(payload) else None) as judges:
+        runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
+    (letter,) = letters(here)
+    assert letter["id"] == "id 1"
+    assert len(rows(here)) == 2
+    assert "Judge" in str(letter)
+
+
+async def test_who_waits_for_the_judge_stops_no_other(here: Path, writes: FakeServer) -> None:
+    """The judge takes one request at a time, and answers none; the writer takes one at a time, too."""
+    one = {"max_concurrent_generations": 1}
+    with FakeServer(hold_after=0) as judges:
+        step = runner(here, writes, judges, writer=one, judge={"max_concurrent_generations": 7})
+        running = asyncio.create_task(step.run_async(documents(20)))
+        await until_async(lambda: len(writes.payloads) == 8)  # as many documents as both have room for
+        await until_async(lambda: len(judges.payloads) == 7)
+        judges.release()
+        await running
+    assert len(rows(here)) == 20
+
+
+async def test_a_server_that_loads_its_model_stops_no_other(here: Path, writes: FakeServer, slow: None) -> None:
+    """Requests to the writer are answered while the judge starts."""
+    judge = InferenceConfig("custom", "m", model_kwargs={"server_script": "slow.py"})
+    models = {"writer": config(writes), "judge": judge}
+    step = InferenceRunner(generate_and_judge, models, writer(here), drain_seconds=0)
+    running = asyncio.create_task(step.run_async(documents(3)))
+    await until_async(lambda: len(writes.payloads) == 3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+# servers that the run launches ----------------------------------------------------------------------------------------
+
+
+def launched(folder: Path, **changes: Any) -> InferenceRunner:
+    models = {name: InferenceConfig("dummy", name, server_log_folder="logs", **changes) for name in ("writer", "judge")}
+    return InferenceRunner(
+        generate_and_judge, models, writer(folder.absolute()), checkpoints_local_dir=str(folder.absolute() / "c")
+    )
+
+
+def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(here: Path, log: list[str]) -> None:
+    for rank in range(3):
+        launched(here).run(documents(2), rank, 3)
+    assert sorted(path.name for path in Path("logs").iterdir()) == [
+        "server_rank_00000_judge.log",
+        "server_rank_00000_writer.log",
+    ]
+    for rank, name in itertools.product((1, 2), ("writer", "judge")):
+        assert any(f"{name}: Rank {rank} takes over the server that rank 0 started" in line for line in log)
+    assert len(rows(here)) == 6
+
+
+def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here: Path, log: list[str]) -> None:
+    launched(here).run(documents(2), 0, 3)
+    again = launched(here / "again")
+    again.named_models["judge"].model_kwargs = {"latency-ms": 1}
+    again.run(documents(2), 1, 3)
+    assert any("writer: Rank 1 takes over the server" in line for line in log)
+    (line,) = [line for line in log if "does not take over" in line]
+    assert "Rank 1 does not take over the server of judge of rank 0, which is stopped: what it needs differs in" in line
+    alone = InferenceRunner(ask, InferenceConfig("dummy", "m"), writer(here / "alone"))
+    alone.run(documents(1))
+    assert sum("it has no such model" in line for line in log) == 2
+
+
+def test_replicas_of_both(here: Path) -> None:
+    launched(here, replicas=2, max_concurrent_generations=4).run(documents(9))
+    assert len(rows(here)) == 9
+    assert len([*Path("logs").iterdir()]) == 4
+
+
+# settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["", "1st", "my judge", "class", "embed", "tokens", "last_hash", "tp", "rollout_fn", "_judge", "rollouts-2"]
+)
+def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+    made = InferenceConfig("dummy", "m")
+    with pytest.raises(ConfigError, match=rf"^config: {re.escape(repr(name))} cannot be the name of a model"):
+        models_of({"writer": made, name: made})
+
+
+def test_what_generate_has_is_no_name_for_a_model() -> None:
+    own = [name for name in dir(Requests) if not name.startswith("_")]
+    own += [
+        name
+        for name in vars(
+            Requests(SimpleNamespace(model=SimpleNamespace(config=InferenceConfig("dummy", "m"))), None, 0)
+        )
+        if not name.startswith("_")
+    ]
+    assert own
+    for name in own:
+        with pytest.raises(ConfigError, match="cannot be the name of a model"):
+            models_of({name: InferenceConfig("dummy", "m")})
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ({}, "config: is empty"),
+        ({"writer": InferenceConfig("dummy", "m"), "judge": None}, "config: judge: takes an InferenceConfig"),
+        ({"a": InferenceConfig("dummy", "m"), "b": InferenceConfig("dummy", "m", rollouts_per_document=2)}, "b: roll"),
+        (
+            {"a": InferenceConfig("dummy", "m"), "b": InferenceConfig("dummy", "m", max_concurrent_documents=2)},
+            "b: max",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(here: Path, models: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        InferenceRunner(ask, models, writer(here))
+
+
+def test_a_model_that_is_not_there_is_named(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate.jugde(payload(document.text))
+
+    with pytest.raises(DocumentFailed, match="generate has no 'jugde', and the models of this run are writer, judge"):
+        runner(here, writes, judges, rollout).run(documents(1))
+
+
+def test_another_judge_is_another_run(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+    runner(here, writes, judges).run(documents(2))
+    with pytest.raises(CheckpointMismatch, match=re.escape('judge.model: "fake" -> "other"')) as raised:
+        runner(here, writes, judges, judge={"model_name_or_path": "other"}).run(documents(4))
+    assert "writer" not in str(raised.value)
+    step = runner(here, writes, judges)
+    step.named_models = {"writer": step.named_models["writer"], "critic": step.named_models["judge"]}
+    with pytest.raises(CheckpointMismatch, match="models: "):
+        step.run(documents(4))
+
+
+def test_one_named_model_is_the_run_that_it_was(here: Path, writes: FakeServer) -> None:
+    def step(models: Any) -> InferenceRunner:
+        return InferenceRunner(ask, models, writer(here), checkpoints_local_dir=str(here / "c"), records_per_chunk=1)
+
+    step(config(writes)).run(documents(2))
+    step({"writer": config(writes)}).run(documents(4))
+    assert len(writes.payloads) == 4
+
+
+def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+    step = runner(here, writes, judges)
+    for copied in (dill.loads(dill.dumps(step)), copy.deepcopy(step)):
+        assert [*copied.models] == ["writer", "judge"]
+        assert copied.models["writer"] is copied.config
+        assert [one.said for one in copied.models.values()] == ["writer: ", "judge: "]
+        assert copied.identity(1).fields == step.identity(1).fields

@@ -1,0 +1,276 @@
+"""``generate.embed`` and its like, in runs: what each engine is asked, what comes back, what is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner, Ranked
+from datatrove_ckpt.config.inference_config import ENGINES
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, documents, letters, rows, runner, writer
+
+Payload = dict[str, Any]
+DIMENSIONS = 4
+
+
+def vector_of(text: str) -> list[float]:
+    """Of float32 values that need all their digits."""
+    digits = hashlib.shake_128(text.encode()).digest(4 * DIMENSIONS)
+    return [number / 2**31 for (number,) in struct.iter_unpack("<i", digits)]
+
+
+def embeddings(payload: Payload) -> Payload:
+    texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+    data: list[Payload] = [{"index": at, "embedding": vector_of(text)} for at, text in enumerate(texts)]
+    if payload.get("encoding_format") == "base64":
+        for row in data:
+            row["embedding"] = b64encode(np.array(row["embedding"], "<f4").tobytes()).decode()
+    tokens = sum(map(len, texts))
+    return {"id": "e", "created": 1, "data": data[::-1], "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def score_of(query: str, text: str) -> float:
+    return vector_of(query + text)[0]
+
+
+def scores(payload: Payload) -> Payload:
+    return {"data": [{"index": i, "score": score_of(payload["text_1"], t)} for i, t in enumerate(payload["text_2"])]}
+
+
+def ranking(payload: Payload) -> Payload:
+    found = [(score_of(payload["query"], text), at) for at, text in enumerate(payload["documents"])]
+    found = sorted(found, reverse=True)[: payload.get("top_n")]
+    return {"results": [{"index": at, "relevance_score": score} for score, at in found]}
+
+
+def classes(payload: Payload) -> Payload:
+    return {"data": [{"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}]}
+
+
+def tokens(payload: Payload) -> Payload:
+    return {"tokens": list((payload.get("prompt") or payload["content"]).encode())}
+
+
+PATHS: dict[str, Callable[[Payload], Payload]] = {
+    "/v1/embeddings": embeddings,
+    "/classify": classes,
+    "/v1/classify": classes,
+    "/score": scores,
+    "/rerank": ranking,
+    "/v1/rerank": ranking,
+    "/tokenize": tokens,
+}
+TEXTS = ["one", "two", "three"]
+
+
+@pytest.fixture
+def numbers(server: FakeServer) -> FakeServer:
+    server.paths = PATHS
+    return server
+
+
+async def all_ways(document: Document, generate: Any) -> object:
+    """Each of them once, and what it must give."""
+    text = document.text
+    both = await generate.embed([text, "two"])
+    assert both.dtype == np.float32
+    assert both.shape == (2, DIMENSIONS)
+    one = await generate.embed(text, dimensions=DIMENSIONS)
+    assert one.shape == (DIMENSIONS,)
+    assert one.tobytes() == both[0].tobytes() == np.array(vector_of(text), np.float32).tobytes()
+    assert (await generate.embed([])).shape == (0, 0)
+    fits = await generate.score(text, TEXTS)
+    assert fits.dtype == np.float32
+    assert fits.tolist() == np.array([score_of(text, each) for each in TEXTS], np.float32).tolist()
+    assert (await generate.score(text, [])).shape == (0,)
+    ranked = await generate.rerank(text, TEXTS)
+    assert ranked == sorted((Ranked(at, score_of(text, t)) for at, t in enumerate(TEXTS)), key=lambda r: -r.score)
+    assert await generate.rerank(text, TEXTS, top_n=2) == ranked[:2]
+    assert await generate.rerank(text, []) == []
+    assert await generate.tokenize(text) == list(text.encode())
+    named = await generate.classify(text, labels=["bad", "good"])
+    assert named == Classification("good", 0.75, {"bad": 0.25, "good": 0.75})
+    assert await generate.classify(text) == Classification("good", 0.75, {"0": 0.25, "1": 0.75})
+    document.metadata["vector"] = one
+    return {"both": both, "ranked": ranked[0], "class": named, "text": text}
+
+
+def test_each_way_is_kept_and_never_asked_twice(numbers: FakeServer, tmp_path: Path) -> None:
+    """Killed after each request in turn, and resumed: the same bytes, and no answer is paid twice."""
+    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
+    runner(tmp_path / "other", numbers, all_ways, config=config).run(documents(2))
+    per_run = len(numbers.payloads)
+    budget = Budget()
+    numbers._status = budget
+    for _ in range(per_run - 1):
+        budget.left = 1
+        with pytest.raises(CkptError):
+            runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
+    budget.left = 1  # one answer is missing
+    runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
+    assert budget.left == 0
+    answered = tmp_path / "other" / "output" / "00000_chunk_00000.jsonl"
+    assert (tmp_path / "output" / answered.name).read_bytes() == answered.read_bytes()
+    (row, _) = rows(tmp_path)
+    vector = np.array(row["metadata"]["vector"], np.float32)
+    assert vector.tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
+    (result,) = row["metadata"]["rollout_results"]
+    assert result["class"] == {"label": "good", "score": 0.75, "scores": {"bad": 0.25, "good": 0.75}}
+    assert set(numbers.payloads[0]) == {"input", "encoding_format", "model"}
+
+
+def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> None:
+    """The same payload by a path and by a method are two answers."""
+
+    async def ask(document: Document, generate: Any) -> object:
+        payload = {"input": document.text, "encoding_format": "base64"}
+        whole = await generate(payload, path="/v1/embeddings")
+        vector = await generate.embed(document.text)
+        assert whole.answer["data"][0]["embedding"] == b64encode(vector.tobytes()).decode()
+        return whole.answer
+
+    runner(tmp_path, numbers, ask).run(documents(1))
+    assert len(numbers.payloads) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda generate: generate.embed(7), "generate.embed takes texts, and not a int"),
+        (lambda generate: generate.embed(["a", None]), "generate.embed takes texts, and not a NoneType"),
+        (lambda generate: generate.classify(["a"]), "generate.classify takes texts, and not a list"),
+        (lambda generate: generate.score("a", "b"), "generate.score takes a list of texts, and not one text"),
+        (lambda generate: generate.rerank("a", ["b"], top_n=0), "a top_n of at least 1, and not 0"),
+        (lambda generate: generate.tokenize(b"a"), "generate.tokenize takes texts, and not a bytes"),
+        (lambda generate: generate.classify("a", labels=["b"]), "has 1 labels, and the model has 2 classes"),
+    ],
+)
+def test_wrong_arguments_stop_the_rank_and_name_the_line(
+    numbers: FakeServer, tmp_path: Path, call: Callable[[Any], Any], message: str
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await call(generate)
+
+    with pytest.raises(ConfigError, match=rf"{message}, in .*test_typed_ways\.py, line"):
+        runner(tmp_path, numbers, ask).run(documents(1))
+    assert len(numbers.payloads) == (1 if "classes" in message else 0)
+
+
+def engine_config(server: FakeServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint's ways are those of another engine."""
+    monkeypatch.setattr(type(ENGINES["endpoint"]), "ways", ENGINES[name].ways)
+
+
+def test_a_way_that_an_engine_lacks_stops_the_rank(
+    numbers: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate.classify(document.text)
+
+    engine_config(numbers, "llamacpp", monkeypatch)
+    with pytest.raises(ConfigError, match=r"has no generate\.classify; these have: vllm, sglang, dummy, custom, in "):
+        runner(tmp_path, numbers, ask).run(documents(1))
+    assert not numbers.payloads
+
+
+def sglang_ranking(payload: Payload) -> Any:
+    assert payload["return_documents"] is False
+    return [
+        {"index": row["index"], "score": row["relevance_score"], "meta_info": {"prompt_tokens": 1, "id": "x"}}
+        for row in ranking(payload)["results"]
+    ]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llamacpp", "endpoint", "custom", "dummy"])
+def test_each_engine_is_asked_in_its_form(
+    numbers: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        assert (await generate.embed(document.text)).tolist() == np.array(vector_of("text 0"), np.float32).tolist()
+        assert len(await generate.score(document.text, TEXTS)) == 3
+        assert len(await generate.rerank(document.text, TEXTS, top_n=1)) == 1
+        assert await generate.tokenize(document.text) == list(b"text 0")
+        if name != "llamacpp":
+            assert (await generate.classify(document.text)).label == "good"
+        return "done"
+
+    engine_config(numbers, name, monkeypatch)
+    if name == "sglang":
+        numbers.paths = {**PATHS, "/v1/rerank": sglang_ranking}
+        del numbers.paths["/score"], numbers.paths["/rerank"], numbers.paths["/classify"]
+    runner(tmp_path, numbers, ask).run(documents(1))
+    assert len(rows(tmp_path)) == 1
+
+
+def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        vectors = await generate.embed([document.text, document.text, "other"])
+        assert vectors[0].tolist() == vectors[1].tolist() != vectors[2].tolist()
+        assert (await generate.embed(document.text, encoding_format="float")).tolist() == vectors[0].tolist()
+        ranked = await generate.rerank(document.text, TEXTS, top_n=2)
+        assert ranked[0].score == max(await generate.score(document.text, TEXTS))
+        found = await generate.classify(document.text)
+        return [vectors, ranked, found, found.scores[found.label], await generate.tokenize(document.text)]
+
+    config = InferenceConfig(server_type="dummy", model_name_or_path="m", reuse_servers=False)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        place = {"output_writer": writer(folder), "checkpoints_local_dir": str(folder / "checkpoints")}
+        InferenceRunner(ask, config, records_per_chunk=2, **place).run(documents(2))
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_a_text_that_the_server_refuses_fails_its_document_alone(numbers: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return (await generate.embed([document.text, "fine"])).tolist()
+
+    numbers._status = lambda payload, times: 400 if payload["input"] == "text 1" else None
+    runner(tmp_path, numbers, ask, on_document_error="dead_letter").run(documents(3))
+    assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 2"]
+    assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
+
+
+def test_an_answer_of_another_form_is_asked_again(numbers: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate.embed(document.text)
+
+    given = 0
+
+    def broken_once(payload: Payload) -> Payload:
+        nonlocal given
+        given += 1
+        return {"data": [{"index": 0, "embedding": [0.5, None]}]} if given == 1 else embeddings(payload)
+
+    numbers.paths = {"/v1/embeddings": broken_once}
+    runner(tmp_path, numbers, ask).run(documents(1))
+    assert given == 2
+    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert np.array(result, np.float32).tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
+    numbers: FakeServer, tmp_path: Path, adapted: bool
+) -> None:
+    """Its shortest digits: 0.1, and not the 0.10000000149011612 of the double that is nearest to it."""
+
+    async def ask(document: Document, generate: Any) -> object:
+        document.metadata["deep"] = {"vectors": [np.array([0.1, 1e-45, 3.4028235e38], np.float32)]}
+        return np.array([[1, 2], [3, 4]], np.int16)
+
+    def adapter(self: Any, document: Document) -> dict[str, Any]:
+        return {"id": document.id, "metadata": document.metadata}
+
+    place = writer(tmp_path, adapter=adapter) if adapted else writer(tmp_path)
+    runner(tmp_path, numbers, ask, output_writer=place).run(documents(1))
+    line = (tmp_path / "output" / "00000_chunk_00000.jsonl").read_bytes()
+    assert b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e38]]},"rollout_results":[[[1,2],[3,4]]]}' in line

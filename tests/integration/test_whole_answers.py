@@ -1,0 +1,159 @@
+"""What an answer has beside its text: paid for once, kept through kills, written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt import InferenceResult
+from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, documents, rows, runner
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+QUESTION = {"n": 2, "logprobs": True}
+
+
+@pytest.fixture
+def whole(server: FakeServer) -> FakeServer:
+    server.message, server.logprobs = {"tool_calls": [CALL]}, LOGPROBS
+    return server
+
+
+async def ask_whole(document: Document, generate: Any) -> object:
+    result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
+    assert result.response_id == "fake"
+    assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
+    assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
+    return await generate({"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION})
+
+
+def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole: FakeServer, tmp_path: Path) -> None:
+    runner(tmp_path / "other", whole, ask_whole).run(documents(3))
+    asked = whole.asked.copy()
+    budget = Budget()
+    whole._status = budget
+    for left in (1, 3, 99):
+        budget.left = left
+        step = runner(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
+        if left == 99:
+            step.run(documents(3))
+        else:
+            with pytest.raises(CkptError):
+                step.run(documents(3))
+    assert rows(tmp_path) == rows(tmp_path / "other")
+    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert list(result)[:4] == ["text", "finish_reason", "usage", "reasoning"]
+    assert result["tool_calls"] == [CALL]
+    assert result["logprobs"] == LOGPROBS
+    assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
+    assert "response_id" not in result
+    repeated = whole.asked - asked
+    assert sum(repeated.values()) == 6 + 2  # two were refused
+
+
+def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> InferenceResult:
+        result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}]})
+        assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == ("fake", (), (), None)
+        return result
+
+    runner(tmp_path, server, ask).run(documents(2))
+    for row in rows(tmp_path):
+        (result,) = row["metadata"]["rollout_results"]
+        assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
+
+
+def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(3))
+    table = pyarrow.parquet.read_table(tmp_path / "output")
+    (result,) = table.to_pylist()[0]["metadata"]["rollout_results"]
+    assert result["tool_calls"] == [CALL]
+    assert [choice["finish_reason"] for choice in result["choices"]] == ["stop", "stop"]
+
+
+async def ask_other_paths(document: Document, generate: Any) -> object:
+    """The same payload to two paths, and a completion, which alone has defaults and a seed."""
+    payload = {"input": document.text}
+    first = await generate(payload, path="/v1/embeddings")
+    assert (first.text, first.finish_reason, first.response_id, first.usage) == ("", "stop", "e1", {"prompt_tokens": 3})
+    second = await generate(payload, path="/tokenize")
+    chat = {"messages": [{"role": "user", "content": document.text}]}
+    third = await generate(chat, path="/v1/chat/completions")
+    assert third.text == (await generate({**chat, "top_p": 1})).text
+    return [first, second.answer, third.text]
+
+
+def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer, tmp_path: Path) -> None:
+    answer = {"id": "e1", "created": 5, "data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
+    server.paths = {"/v1/embeddings": lambda payload: answer, "/tokenize": lambda payload: {"tokens": [1, 2]}}
+    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
+    server._answer = lambda payload, times: f"at {payload['temperature']}, seeded: {'seed' in payload}"
+    runner(tmp_path / "other", server, ask_other_paths, config=config).run(documents(2))
+    assert len(server.payloads) == 8
+    others = [payload for payload in server.payloads if "input" in payload]
+    assert others[0] == {"input": others[0]["input"], "model": "fake"}
+    budget = Budget()
+    server._status = budget
+    for left in (1, 1, 1, 1, 99):
+        budget.left = left
+        step = runner(tmp_path, server, ask_other_paths, config=config)
+        if left == 99:
+            step.run(documents(2))
+        else:
+            with pytest.raises(CkptError):
+                step.run(documents(2))
+    assert rows(tmp_path) == rows(tmp_path / "other")
+    (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert results[0]["answer"] == {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
+    assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
+    assert len(server.payloads) == 8 + 8 + 4  # four were refused
+
+
+@pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])
+def test_a_path_without_its_slash_is_refused(server: FakeServer, tmp_path: Path, path: str) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate({"input": document.text}, path=path)
+
+    with pytest.raises(ConfigError, match=r"must begin with a slash.*test_whole_answers\.py"):
+        runner(tmp_path, server, ask).run(documents(1))
+    assert not server.payloads
+
+
+def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate({"input": document.text}, path="/v1/embeddings")
+
+    with pytest.raises(ServerRefused, match=r"/v1/embeddings answered HTTP 404"):
+        runner(tmp_path, server, ask).run(documents(1))
+
+
+def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    async def ask(document: Document, generate: Any) -> object:
+        if document.id == "id 1":
+            whole.message, whole.logprobs = {}, None
+            return await generate({"messages": [{"role": "user", "content": document.text}]})
+        whole.message, whole.logprobs = {"tool_calls": [CALL]}, LOGPROBS
+        return await ask_whole(document, generate)
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    config = {"max_concurrent_documents": 1}
+    runner(tmp_path, whole, ask, config=config, output_writer=writer).run(documents(3))
+    found = {
+        row["id"]: row["metadata"]["rollout_results"][0]
+        for row in pyarrow.parquet.read_table(tmp_path / "output").to_pylist()
+    }
+    assert found["id 1"]["tool_calls"] is found["id 1"]["logprobs"] is found["id 1"]["choices"] is None
+    assert found["id 1"]["text"]
+    assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
+    assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5

@@ -1,0 +1,154 @@
+"""Answers that are numbers, in the forms of all engines; a wrong one is never an array."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datatrove_ckpt.inference.client.answers import RetryableError
+from datatrove_ckpt.inference.client.typed_answers import from_base64, to_base64, typed_way
+
+VECTOR = [0.1, -2.5, 3e-8]
+BASE64 = base64.b64encode(np.array(VECTOR, "<f4").tobytes()).decode()
+USAGE = {"prompt_tokens": 7, "total_tokens": 7}
+
+
+def kept(name: str, answer: Any, count: int = 1, best: int | None = None) -> Any:
+    raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+    completion = typed_way(name, "/v1/x", count, best).parse(raw, str)
+    assert (completion.text, completion.finish_reason) == ("", "stop")
+    return completion.answer
+
+
+def data(*rows: Any, **more: Any) -> dict[str, Any]:
+    return {"id": "x", "created": 5, "object": "list", "data": list(rows), "usage": USAGE, **more}
+
+
+def results(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    return {"results": [{"index": index, "relevance_score": score} for index, score in pairs], "usage": USAGE}
+
+
+SGLANG_RANKING = [
+    {"score": 0.75, "index": 1, "meta_info": {"id": "a", "prompt_tokens": 3, "e2e_latency": 0.1}},
+    {"score": 0.25, "index": 0, "meta_info": {"id": "b", "prompt_tokens": 4, "e2e_latency": 0.2}},
+]
+
+
+@pytest.mark.parametrize("vector", [VECTOR, BASE64], ids=["list", "base64"])
+def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> None:
+    other = [4, 5, 6]
+    found = kept("embed", data({"index": 1, "embedding": vector}, {"index": 0, "embedding": other}), 2)
+    assert list(found) == ["embeddings"]
+    arrays = [from_base64(text) for text in found["embeddings"]]
+    assert arrays[0].tolist() == other
+    assert arrays[1].dtype == np.float32
+    assert arrays[1].tobytes() == np.array(VECTOR, np.float32).tobytes()
+    assert found["embeddings"][1] == to_base64(arrays[1]) == BASE64
+    arrays[1][0] = 9  # it is the user's
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        (
+            "classify",
+            data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
+            {"label": "good", "probabilities": [0.25, 0.75]},
+        ),
+        ("classify", data({"index": 0, "label": None, "probs": [1]}), {"label": None, "probabilities": [1]}),
+        ("tokenize", {"tokens": [1, 2], "count": 2, "max_model_len": 9}, {"tokens": [1, 2]}),
+        ("tokenize", {"tokens": []}, {"tokens": []}),
+    ],
+)
+def test_classes_and_tokens(name: str, answer: Any, expected: Any) -> None:
+    assert kept(name, answer) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        data({"index": 0, "score": 0.25}, {"index": 1, "score": 0.75}),
+        data({"score": 0.25}, {"score": 0.75}),
+        results((1, 0.75), (0, 0.25)),
+        SGLANG_RANKING,
+    ],
+    ids=["vllm", "without an index", "llamacpp", "sglang"],
+)
+def test_scores_and_rankings(answer: Any) -> None:
+    assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
+    if all("index" in row for row in (answer if isinstance(answer, list) else answer.get("data", []))):
+        assert kept("rerank", answer, 2) == {"ranking": [[1, 0.75], [0, 0.25]]}
+        assert kept("rerank", answer, 2, 1) == {"ranking": [[1, 0.75]]}
+        assert kept("rerank", answer, 2, 5) == kept("rerank", answer, 2)
+    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode(), str)
+    assert parsed.usage["prompt_tokens"] == 7
+
+
+def test_equal_scores_are_ranked_in_the_order_of_the_texts() -> None:
+    assert kept("rerank", results((2, 0.5), (0, 0.5), (1, 0.75)), 3) == {"ranking": [[1, 0.75], [0, 0.5], [2, 0.5]]}
+
+
+def vectors(*values: Any) -> dict[str, Any]:
+    return data(*({"index": at, "embedding": value} for at, value in enumerate(values)))
+
+
+WRONG: list[tuple[str, Any, int]] = [
+    *(
+        (name, answer, 1)
+        for name in ("embed", "classify", "score", "rerank", "tokenize")
+        for answer in (
+            b"",
+            b"7",
+            b"null",
+            b"[1]",
+            {},
+            {"data": 7},
+            {"error": "no"},
+            data(),
+            data(7),
+            data({"index": 0}),
+        )
+    ),
+    ("embed", vectors(VECTOR), 2),
+    ("embed", vectors(VECTOR, VECTOR), 1),
+    ("embed", vectors(VECTOR, VECTOR[:2]), 2),
+    ("embed", data({"index": 1, "embedding": VECTOR}), 1),
+    ("embed", data({"index": 0, "embedding": VECTOR}, {"index": 0, "embedding": VECTOR}), 2),
+    ("embed", data({"index": [], "embedding": VECTOR}), 1),
+    ("embed", vectors([0.5, None]), 1),
+    ("embed", b'{"data":[{"index":0,"embedding":[0.5,NaN]}]}', 1),
+    ("embed", b'{"data":[{"index":0,"embedding":[0.5,1e999]}]}', 1),
+    ("embed", vectors([0.5, 1e300]), 1),
+    ("embed", vectors([0.5, "1"]), 1),
+    ("embed", vectors([0.5, True]), 1),
+    ("embed", vectors([[0.5, 1.0], [0.5, 1.0]]), 1),
+    ("embed", vectors([]), 1),
+    ("embed", vectors(""), 1),
+    ("embed", vectors("AAAA"), 1),
+    ("embed", vectors("not base64!"), 1),
+    ("embed", vectors(base64.b64encode(np.array([np.nan], "<f4").tobytes()).decode()), 1),
+    ("embed", vectors(base64.b64encode(np.array([np.inf], "<f4").tobytes()).decode()), 1),
+    ("classify", data({"index": 0, "label": 7, "probs": [0.5]}), 1),
+    ("classify", data({"index": 0, "label": "a", "probs": [None]}), 1),
+    ("classify", data({"index": 0, "label": "a", "probs": []}), 1),
+    ("score", data({"index": 0, "score": None}), 1),
+    ("score", data({"index": 0, "score": 1.0}), 2),
+    ("rerank", results((0, 1.0)), 2),
+    ("rerank", results((0, 1.0), (0, 1.0)), 2),
+    ("rerank", results((-1, 1.0)), 1),
+    ("rerank", results((0, 1.0), (2, 1.0)), 2),
+    ("rerank", results(("0", 1.0)), 1),
+    ("rerank", results(([], 1.0)), 1),
+    ("tokenize", {"tokens": ["a"]}, 1),
+    ("tokenize", {"tokens": [{"id": 1}]}, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "count"), WRONG)
+def test_an_answer_of_another_form_is_retried(name: str, answer: Any, count: int) -> None:
+    with pytest.raises(RetryableError):
+        kept(name, answer, count)

@@ -235,6 +235,11 @@ class ModelWork:
     waiting: int = 0
     silence: Silence = field(default_factory=Silence)
 
+    def plus(self, other: ModelWork) -> ModelWork:
+        """The sum of both, of what can be added."""
+        total, in_flight = self.total.plus(other.total), self.in_flight + other.in_flight
+        return ModelWork(total=total, in_flight=in_flight, waiting=self.waiting + other.waiting)
+
     def to_json(self) -> list[object]:
         numbers = self.total.numbers(), self.own.numbers(), self.own.errors
         return [*numbers, self.in_flight, self.waiting, self.silence.to_json()]

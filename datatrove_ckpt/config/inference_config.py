@@ -84,8 +84,8 @@ class InferenceConfig:
             sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
             one that has it stops the rank. False: an answer without one is retried.
-        gpus: how many of this task's GPUs the servers get together; 0: none, so they use the processor. None: tp * dp *
-            pp for each of them, where ranks, replicas or several models share the GPUs.
+        gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each server, where ranks,
+            replicas or several models share them.
 
     Raises:
         ConfigError: a value that cannot work.

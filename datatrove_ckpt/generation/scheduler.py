@@ -63,12 +63,13 @@ class Scheduler:
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
     check_first: Callable[[Document], None]
-    check_writable: Callable[[bytes, str], None] | None = None
+    check_writable: Callable[[bytes, str], bool] | None = None
 
     def __post_init__(self) -> None:
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
         self._dropped = 0
+        self._takes_vectors = False  # not known yet
         self._document_limit = DocumentLimit(first, *others)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -232,8 +233,8 @@ class Scheduler:
             if kept:
                 self.check_document(document, slot.chunk.index)
             data = encode_finished(document, self.metadata_key) if kept else b"null"
-            if self.check_writable is not None and not is_plain(data):
-                await asyncio.to_thread(self.check_writable, data, source.id)
+            if self.check_writable is not None and not is_plain(data, self._takes_vectors):
+                self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()

@@ -111,13 +111,23 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
         rollout_fn.prepare()
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        async def ask(payload: Payload, /) -> InferenceResult:
-            questions.setdefault(id(document), _question(payload))
-            return await generate(payload)
-
-        return await rollout_fn(document, ask, **shared)
+        return await rollout_fn(document, _Noting(generate, document, questions), **shared)
 
     return rollout
+
+
+class _Noting:
+    """``generate``, of whose own requests the first is noted."""
+
+    def __init__(self, generate: Generate, document: Document, questions: dict[int, str]) -> None:
+        self._generate, self._document, self._questions = generate, document, questions
+
+    async def __call__(self, payload: Payload, /, *, path: str | None = None) -> InferenceResult:
+        self._questions.setdefault(id(self._document), _question(payload))
+        return await self._generate(payload, path=path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generate, name)
 
 
 def _question(payload: Payload) -> str:

@@ -140,6 +140,9 @@ class JobPoints:
             if rank.progress is not None:
                 for name, value in (_SUMS | _OF_RUNNING if running else _SUMS).items():
                     found[name] += value(rank.progress)
+                for name, model in rank.progress.models.items():
+                    for key in _OF_MODEL:
+                        found[f"{name}/{key}"] = found.get(f"{name}/{key}", 0.0) + getattr(model.total, key)
                 if self.ranks <= _MAX_RANKS_SHOWN:
                     found[f"rank_{number:05d}/documents"] = rank.progress.documents.read
                     found[f"rank_{number:05d}/completion_tokens"] = rank.progress.total.completion_tokens
@@ -165,6 +168,7 @@ _SUMS: dict[str, Callable[[Progress], float]] = {
     "errors": lambda rank: sum(rank.total.errors.values()),
     "server_restarts": lambda rank: rank.total.restarts,
 }
+_OF_MODEL = ("requests", "failed", "prompt_tokens", "completion_tokens", "restarts")
 _OF_RUNNING: dict[str, Callable[[Progress], float]] = {
     "requests_in_flight": lambda rank: rank.in_flight,
     "requests_waiting": lambda rank: rank.waiting,

@@ -313,8 +313,10 @@ def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
     config, writer, rollout = (_settings(runner.get(name)) for name in ("config", "output_writer", "rollout_fn"))
     if isinstance(folder := writer.get("output_folder"), str) and "$" not in folder:
         yield "output_folder", folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))  # noqa: PTH100, PTH111 (as datatrove)
-    if "model_name_or_path" in config:
-        yield "model", config["model_name_or_path"]
+    named = all(isinstance(one, dict) for one in config.values())  # several models: see ``config.models``
+    for number, (name, one) in enumerate(config.items() if named else [("", config)]):
+        if "model_name_or_path" in one:
+            yield f"{name}.model" if number else "model", one["model_name_or_path"]
     for name in ("records_per_chunk", "metadata_key", "rollouts_per_document"):
         if name in runner:
             yield name, runner[name]

@@ -105,6 +105,9 @@ class Generate(Protocol):
             datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.
         """
 
+    def __getattr__(self, name: str, /) -> Generate:
+        """``generate.judge``: the same for the model of that name, where ``config`` names several."""
+
     def embed(self, texts: str | Sequence[str], /, **params: Any) -> Coroutine[Any, Any, Floats]:
         """A vector of each text, as an array of the shape (texts, dimensions); of one text (dimensions,).
 

@@ -14,10 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import dill
+import jsonschema
+import orjson
 import pytest
+import yaml
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.cli.schema import make_schema
+from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
@@ -27,11 +32,18 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     ServerUnavailable,
 )
+from datatrove_ckpt.generation import progress
 from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
-from tests.jobs import ask, config, documents, letters, rows, writer
+from tests.commands import Command
+from tests.histories import read_history
+from tests.jobs import Budget, ask, config, documents, letters, rows, writer
 from tests.patience import until_async
+from tests.yaml_jobs import job_yaml, write_job
 
 
 def payload(text: str) -> dict[str, Any]:
@@ -363,3 +375,134 @@ def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: F
         assert copied.models["writer"] is copied.config
         assert [one.said for one in copied.models.values()] == ["writer: ", "judge: "]
         assert copied.identity(1).fields == step.identity(1).fields
+
+
+# numbers --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_tell_the_models_apart_over_all_attempts(
+    here: Path, writes: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = Budget()
+    budget.left = 2
+    with FakeServer(lambda payload, times: "a b c", status=budget) as judges:
+        with pytest.raises(ServerRefused):
+            runner(here, writes, judges, writer={"max_concurrent_documents": 1}).run(documents(5))
+        budget.left = 99
+        monitoring = MonitoringConfig(metrics_file="metrics.prom")
+        runner(here, writes, judges, writer={"max_concurrent_documents": 1}, monitoring=monitoring).run(documents(5))
+    last = read_history(here / "checkpoints/00000/history.jsonl").last
+    assert {name: model.total.requests for name, model in last.models.items()} == {"writer": 5, "judge": 5}
+    assert {name: model.own.requests for name, model in last.models.items()} == {"writer": 2, "judge": 3}
+    assert last.total.requests == 10
+    assert last.models["judge"].total.completion_tokens == 15
+    assert last.models["judge"].total.failed == 1
+    metrics = Path("metrics_00000.prom").read_text()
+    assert re.search(r'model_requests_total\{model_name="judge",outcome="answered",.*\} 3\.0', metrics)
+    assert re.search(r'model_tokens_total\{model_name="judge",.*type="completion"\} 9\.0', metrics)
+    said = command("status", "checkpoints").out
+    assert re.search(r"^  writer +5 answers; \d+ prompt and \d+ completion tokens$", said, re.MULTILINE)
+    assert re.search(r"^  judge +5 answers, 1 failed; ", said, re.MULTILINE)
+    models = orjson.loads(command("status", "checkpoints", "--json").out)["totals"]["models"]
+    assert models["judge"]["failed"] == 1
+    command("report", "checkpoints", "--output", "page.html")
+    assert re.search(r"Models.*judge", Path("page.html").read_text(), re.DOTALL)
+    events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers
+    assert {event.name for event in events} == {"writer 0", "judge 0"}
+
+
+def test_a_run_of_one_model_has_no_numbers_of_models(here: Path, writes: FakeServer, command: Command) -> None:
+    monitoring = MonitoringConfig(metrics_file="metrics.prom")
+    settings = {"checkpoints_local_dir": "checkpoints", "monitoring": monitoring}
+    InferenceRunner(ask, {"writer": config(writes)}, writer(here), **settings).run(documents(2))
+    assert b'"m"' not in Path("checkpoints/00000/history.jsonl").read_bytes()
+    assert "model_name" not in Path("metrics_00000.prom").read_text()
+    assert "writer" not in command("status", "checkpoints").out
+    assert "models" not in orjson.loads(command("status", "checkpoints", "--json").out)["totals"]
+
+
+def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    checkpoint = SimpleNamespace(
+        resumed=SimpleNamespace(finished=SimpleNamespace(read=0)), clock=SimpleNamespace(serving=lambda: None)
+    )
+    rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
+    one = InferenceConfig("endpoint", "m", endpoint_url="http://h")
+    models = models_of({"writer": one, "judge": one})
+    clients = {}
+    for name, one in models.items():
+        clients[name] = client.CompletionClient(one, [], None)
+        rank.of(one).serving(clients[name])
+        clients[name].stats.in_flight = 1
+    now[0] += 50
+    rank.of(models["writer"]).answered(Completion("x", "stop", {}))
+    now[0] += 20
+    assert rank.now().state == "no answer from judge for 70 s"
+
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+YAML = job_yaml(
+    "writer: {server_type: endpoint, endpoint_url: WRITER, model_name_or_path: w}, "
+    "judge: {server_type: dummy, model_name_or_path: j}",
+    rollout="two_models.rollout",
+)
+ROLLOUT = """
+async def rollout(document, generate):
+    written = await generate({"messages": [{"role": "user", "content": document.text}]})
+    judged = await generate.judge({"messages": [{"role": "user", "content": written.text}]})
+    return {"text": written.text, "score": judged.text}
+"""
+
+
+@pytest.fixture
+def job(here: Path, writes: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (here / "two_models.py").write_text(ROLLOUT)
+    monkeypatch.syspath_prepend(str(here))
+    write_job(here, YAML.replace("WRITER", writes.url), ["a", "b"])
+    return here
+
+
+def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
+    command("run", "job.yaml")
+    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(job)] == ["writer on a", "writer on b"]
+    other = "--pipeline.1.config.judge.model_name_or_path"
+    assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
+    assert 'judge.model: "j" -> "other"' in command("verify", "job.yaml", other, "other", code=None)
+    assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
+
+
+def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> None:
+    printed = command("run", "job.yaml", "--print-config", "--pipeline.1.config.judge.gpus=2").out
+    found = yaml.safe_load(printed)["executor"]["init_args"]["pipeline"][1]["init_args"]["config"]
+    assert [*found] == ["writer", "judge"]
+    assert found["judge"]["gpus"] == 2
+    Path("printed.yaml").write_text(printed)
+    command("run", "printed.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("judge.tpp=2", 'pipeline[1] InferenceRunner.config.judge: unknown key "tpp"'),
+        ("judge.tp=x", "pipeline[1] InferenceRunner.config.judge: tp:"),
+        ("tp=2", 'pipeline[1] InferenceRunner.config: unknown key "writer"'),
+        ("embed={server_type: dummy, model_name_or_path: e}", "config: 'embed' cannot be the name of a model"),
+        ("judge.gpus=-1", "gpus must be >= 0; it is -1"),
+    ],
+)
+def test_a_mistake_in_a_model_is_one_line(job: Path, command: Command, override: str, said: str) -> None:
+    done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
+    assert said in done
+
+
+def test_the_schema_takes_one_model_and_several(job: Path) -> None:
+    check = jsonschema.Draft7Validator(make_schema())
+    content = yaml.safe_load(Path("job.yaml").read_text())
+    assert not [*check.iter_errors(content)]
+    models = content["executor"]["init_args"]["pipeline"][1]["init_args"]
+    models["config"]["judge"]["tpp"] = 2
+    assert [error.message for error in check.iter_errors(content)]
+    models["config"] = models["config"]["writer"]
+    assert not [*check.iter_errors(content)]

@@ -348,8 +348,7 @@ def test_no_idle_time_passes_while_a_rank_reads(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
-    kept = warm._state.warm
-    assert kept is not None
+    (kept,) = warm._state.warm.values()
     key = kept.servers[0].api_key
     assert key is not None
     assert key.reveal() not in repr(kept) + repr(vars(kept.servers[0])) + repr(kept.settings)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
+from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
-from datatrove_ckpt.inference.servers import gpu_slots
+from datatrove_ckpt.inference.servers import gpu_slots, rank_models
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
+from datatrove_ckpt.inference.servers.rank_models import RankModels
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.jobs import leased_gpus
 
@@ -267,6 +271,85 @@ def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
     assert lock_two() == ["a", "b"]
     assert between == [None]
     assert lock_two() == ["c", "d"]
+
+
+def named(**models: dict[str, Any]) -> list[InferenceConfig]:
+    return [*models_of({name: InferenceConfig("vllm", "m", **settings) for name, settings in models.items()}).values()]
+
+
+@asynccontextmanager
+async def leased(configs: list[InferenceConfig], without: Collection[str] = ()) -> AsyncIterator[dict[str, list[str]]]:
+    found = await gpu_slots.lease_gpus(configs, without)
+    try:
+        yield {name: [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] for name, leases in found.items()}
+    finally:
+        for lease in itertools.chain(*found.values()):
+            lease.close()
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
+@pytest.mark.parametrize(
+    ("models", "shares"),
+    [
+        ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
+        ({"writer": {"gpus": 3}, "judge": {"gpus": 1}}, {"writer": ["0,1,2"], "judge": ["3"]}),
+        ({"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}}, {"writer": [""], "judge": ["0,1", "2,3"]}),
+        ({"writer": {"gpus": 2, "replicas": 2}, "judge": {}}, {"writer": ["0", "1"], "judge": ["2"]}),
+    ],
+)
+async def test_models_divide_the_gpus(
+    executor: str, models: Any, shares: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
+    async with leased(named(**models)) as found:
+        assert found == shares
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
+async def test_models_that_need_more_gpus_than_there_are_are_both_named(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
+    said = r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs, and this task sees 4 \(CUDA_VIS"
+    with pytest.raises(ConfigError, match=said):
+        await gpu_slots.lease_gpus(named(writer={"tp": 2}, judge={"gpus": 3}))
+
+
+@pytest.mark.usefixtures("four_gpus")
+async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = named(writer={"tp": 2}, judge={"tp": 2})
+    monkeypatch.setenv("DATATROVE_EXECUTOR", "SLURM")
+    async with leased(models, {"writer"}) as found:
+        assert found == {"judge": ["2,3"]}
+    monkeypatch.setenv("DATATROVE_EXECUTOR", "LOCAL")
+    async with leased(models[:1]) as first, leased(models, {"writer"}) as second:
+        assert (first, second) == ({"writer": ["0,1"]}, {"judge": ["2,3"]})
+
+
+@pytest.mark.usefixtures("four_gpus")
+async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
+    """Two ranks that each held one model's share while they wait for the other's would wait for each other."""
+    async with leased(named(writer={"tp": 2})) as first:
+        with pytest.raises(ConfigError, match="workers: this rank needs 3 of the GPUs 0,1,2,3"):
+            await gpu_slots.lease_gpus(named(writer={"tp": 2}, judge={}))
+        async with leased(named(writer={"tp": 2})) as second:
+            assert (first, second) == ({"": ["0,1"]}, {"": ["2,3"]})
+
+
+async def test_a_lease_that_no_model_came_for_is_given_back(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = named(writer={"tp": 2}, judge={"tp": 2})
+    rank = RankModels(models, 0)
+    monkeypatch.setattr(rank_models, "server_settings", lambda config, gpus: {})
+    share = await rank.get(models[0])
+    with pytest.raises(ConfigError):
+        await gpus(tp=2)
+    rank.close()
+    assert await gpus(tp=2) == [("2", "3")]
+    for lease in share.leases:
+        lease.close()
+    assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:

@@ -72,7 +72,9 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
         from datatrove_ckpt.generation.export.tracking import tracking
 
-        settings = shown("", {"config": runner.config, "monitoring": config})
+        settings = shown(
+            "", {"config": runner.models if len(runner.models) > 1 else runner.config, "monitoring": config}
+        )
         job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
         stack.callback(lambda: job.leave(exports.seconds))

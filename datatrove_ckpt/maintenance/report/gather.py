@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets
+from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
 from datatrove_ckpt.maintenance.documents import ShownDocument
@@ -245,10 +245,16 @@ def _tokens(run: RunState, kind: str) -> int:
 def gpus_in(node: object) -> int | None:
     """GPUs of one rank by a YAML file's settings; None if they do not tell."""
     if isinstance(node, Mapping) and "server_type" in node:
+        if isinstance(given := node.get("gpus"), int):
+            return given
         numbers = [node.get(name, 1) for name in ("tp", "dp", "pp", "replicas")]
         known = [number for number in numbers if isinstance(number, int) and number > 0]
         return math.prod(known) if len(known) == len(numbers) else None
     parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    models = [one for one in parts if isinstance(one, Mapping) and "server_type" in one]
+    if len(models) > 1:  # of one rollout
+        of_models = [gpus_in(one) for one in models if one["server_type"] != "endpoint"]
+        return sum(filter(None, of_models)) if None not in of_models else None
     return next((gpus for gpus in map(gpus_in, parts) if gpus is not None), None)
 
 
@@ -292,6 +298,7 @@ def _tables(
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
+    yield _models(run.together.models)
     yield _ranks(ranks)
     yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
     identity = [
@@ -360,6 +367,17 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
     of = f" of {figure(requests)}" if counted < requests else ""
     note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
+
+
+def _models(models: Mapping[str, ModelWork]) -> Table:
+    """Empty for a single model: its numbers are those of the run."""
+    rows = []
+    for name, model in models.items():
+        work = model.total
+        numbers = work.requests, work.failed, work.prompt_tokens, work.completion_tokens, work.retries + work.resent
+        rows.append([name, *map(figure, numbers), figure(work.restarts)])
+    columns = ("model", "answers#", "failed#", "prompt tokens#", "completion tokens#", "sent again#", "restarts#")
+    return Table("Models", columns, rows, "What all attempts sent; the last minute before a kill is missing.")
 
 
 def _limit(buckets: Buckets, number: float) -> float:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal arrives; the exit code."""
     import xllamacpp
 
-    params = _params(xllamacpp.CommonParams(), arguments)
+    params = flags_set(xllamacpp.CommonParams(), arguments)
     # Blocks until the model is loaded; /v1/models answers 503 meanwhile.
     try:
         server = xllamacpp.Server(params)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.pause()
 
 
-def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
+def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams:
     """llama.cpp's settings. What is wrong with an argument ends the process with exit code 2."""
     usage = (
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain fields of common_params"
@@ -97,7 +97,7 @@ def _reader(kind: type) -> Callable[[str], Any]:
     """What makes a field's value of a flag's text."""
     if not issubclass(kind, Enum):
         return kind
-    prefix = os.path.commonprefix(list(kind.__members__)).rpartition("_")[0] + "_"
+    prefix = f"{kind.__name__.upper()}_"
     members = {name.removeprefix(prefix).lower(): member for name, member in kind.__members__.items()}
 
     def read(text: str) -> Enum:

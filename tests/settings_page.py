@@ -25,7 +25,7 @@ PAGE = ROOT / "docs/settings.md"
 
 _UNITS = (
     "seconds", "tokens", "requests", "documents", "rollouts", "attempts", "servers", "restarts", "GPUs", "copies",
-    "stages", "port", "commits", "characters", "parts", "answers",
+    "stages", "port", "commits", "characters", "parts", "answers", "pixels",
 )  # fmt: skip
 _PURE_NUMBERS = ("seed",)
 _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)

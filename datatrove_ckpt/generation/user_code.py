@@ -21,8 +21,9 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.templates import fill, prompt_source
+from datatrove_ckpt.rollouts import Generate, Payload, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.media import MEDIA
+from datatrove_ckpt.rollouts.templates import fill, lacks, prompt_source
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption
@@ -73,6 +74,9 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
     if isinstance(rollout_fn, ReadyMade) and type(rollout_fn).__module__ == ReadyMade.__module__:
         prompt_source(document, rollout_fn.prompt_column)
         fill(getattr(rollout_fn, "prompt", ""), document, "")
+        images = getattr(rollout_fn, "images", None)
+        if images not in (None, MEDIA, *document.metadata):
+            raise lacks(document, "images", images)
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
@@ -113,6 +117,8 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
         return await rollout_fn(document, _Noting(generate, document, questions), **shared)
 
+    if isinstance(rollout_fn, PromptRollout):
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
     return rollout
 
 

@@ -95,6 +95,14 @@ def write_for(writer: DiskWriter, decode: Callable[[bytes], Document], **fields:
     return write_line
 
 
+def writes_media(writer: DiskWriter) -> bool:
+    """Whether the writer may save the bytes of media: it is set so, or has code of its own."""
+    is_usual = any(_is(writer.adapter, one) for one in (_DEFAULT, _plain_adapter)) and _is(
+        writer.write, DiskWriter.write
+    )
+    return not is_usual or bool(getattr(writer, "save_media_bytes", True))
+
+
 def _is(method: object, function: object) -> bool:
     return getattr(method, "__func__", None) is function
 

@@ -20,6 +20,7 @@ from datatrove_ckpt.rollouts.interface import (
     Rollout,
     chat,
 )
+from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
@@ -32,6 +33,7 @@ __all__ = [
     "Generate",
     "InferenceResult",
     "InvalidAnswer",
+    "InvalidMedia",
     "Payload",
     "PromptRollout",
     "Ranked",
@@ -39,6 +41,7 @@ __all__ = [
     "Rollout",
     "chat",
     "for_config",
+    "media_part",
     "split_text",
 ]
 

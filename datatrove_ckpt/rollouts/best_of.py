@@ -14,6 +14,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
+from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
 
@@ -75,7 +76,11 @@ class BestOfRollout(PromptRollout):
         self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        payload = await self._payload(document)
+        async with self._media(document) as parts:
+            return await self._best(document, generate, parts)
+
+    async def _best(self, document: Document, generate: Generate, parts: list[Payload]) -> object:
+        payload = await self._payload(document, parts)
         results = [one for one in await self._ask(generate, [payload] * self.candidates) if one is not None]
         if not results:
             return None
@@ -83,7 +88,9 @@ class BestOfRollout(PromptRollout):
         if self.judge_prompt is None:
             scores: list[float | None] = [*self._votes(results)]
         else:
-            asked = await generate_all(generate, [await self._judged(document, str(one.text)) for one in results])
+            asked = await generate_all(
+                generate, [await self._judged(document, str(one.text), parts) for one in results]
+            )
             found = [_NUMBER.search(str(one.text)) for one in asked]
             scores = [float(one[0]) if one else None for one in found]
         # max takes the first one of several
@@ -100,13 +107,14 @@ class BestOfRollout(PromptRollout):
             ],
         }
 
-    async def _judged(self, document: Document, answer: str) -> Payload:
+    async def _judged(self, document: Document, answer: str, parts: list[Payload]) -> Payload:
         assert self.judge_prompt is not None
         source = prompt_source(document, self.prompt_column)
         text = source if isinstance(source, str) else document.text
         filled = partial(fill, self.judge_prompt, document, answer=answer)
         content = filled(await self._cut(self.judge_prompt, filled, text, None))
-        return chat_payload(None, content, {"temperature": 0} if self.judge_params is None else self.judge_params)
+        params = {"temperature": 0} if self.judge_params is None else self.judge_params
+        return with_media(chat_payload(None, content, params), parts)
 
     def _votes(self, results: list[InferenceResult]) -> list[int]:
         """How many answers say the same as each of them. One in which nothing matches has its own voice."""

@@ -13,7 +13,8 @@
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything.
+Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything. One
+whole body is known, though: llama.cpp answers 500 to a text that is too long to be embedded, which is taken as a 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s,
 and never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each

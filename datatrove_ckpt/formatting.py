@@ -18,6 +18,7 @@ _EXTRAS = {
     "prometheus_client": "metrics",
     "mlflow": "mlflow",
     "wandb": "wandb",
+    "PIL": "media",
 }
 
 

@@ -17,7 +17,15 @@ import typing
 from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, PromptRollout
+from datatrove_ckpt.rollouts import (
+    BestOfRollout,
+    ChunkedRollout,
+    ClassifyRollout,
+    CompletionRollout,
+    EmbedRollout,
+    JudgeRollout,
+    PromptRollout,
+)
 from datatrove_ckpt.runner import InferenceRunner
 from tests.pages import ROOT
 
@@ -25,9 +33,9 @@ PAGE = ROOT / "docs/settings.md"
 
 _UNITS = (
     "seconds", "tokens", "requests", "documents", "rollouts", "attempts", "servers", "restarts", "GPUs", "copies",
-    "stages", "port", "commits", "characters", "parts", "answers",
+    "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers",
 )  # fmt: skip
-_PURE_NUMBERS = ("seed",)
+_PURE_NUMBERS = ("seed", "lowest", "highest", "threshold")
 _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _HEAD = """\
 # Settings
@@ -54,6 +62,7 @@ _ROLLOUT = """
 
 {first}{others}
 """
+_OF_A_TEXT = " `prompt_column` and how tokens are counted are as for `PromptRollout`."
 _ROLLOUTS: dict[type, str] = {
     PromptRollout: " [Examples of all rollouts](rollouts.md).",
     CompletionRollout: " The others are those of `PromptRollout`, without `system_prompt` and `max_chars`.",
@@ -61,6 +70,9 @@ _ROLLOUTS: dict[type, str] = {
     " `prompt_column`, `tokenizer`, `tokenizer_revision`, `chars_per_token` and `generation_config` are those of "
     "`PromptRollout`.",
     BestOfRollout: " The others are those of `PromptRollout`.",
+    JudgeRollout: " The others are those of `PromptRollout`.",
+    EmbedRollout: _OF_A_TEXT,
+    ClassifyRollout: _OF_A_TEXT,
 }
 """Each with what is said of the settings that it has from another one."""
 _MONITORING = """
@@ -92,7 +104,8 @@ def _rollout(cls: type, others: str) -> str:
     ]
     if cls is not PromptRollout:
         inherited = set(inspect.signature(PromptRollout).parameters) - set(descriptions(cls))
-        settings = [one for one in settings if one[0] not in inherited]
+        order = list(descriptions(cls))  # what a base class has comes first in the signature
+        settings = sorted((one for one in settings if one[0] not in inherited), key=lambda one: order.index(one[0]))
     first = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
     heading = _ROLLOUT.format(name=cls.__name__, first=first, others=others)
     return f"{heading}{_COLUMNS}{_rows(settings, cls)}"

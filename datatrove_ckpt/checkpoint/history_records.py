@@ -195,13 +195,8 @@ class Start(_Record):
         slot, job = data.get("slot"), data.get("job")
         if not is_count(data["pid"]) or not (slot is None or is_count(slot)):
             raise ValueError("pid or slot is damaged")
-        return cls(
-            host=_text(data["host"]),
-            pid=data["pid"],
-            job=None if job is None else _text(job),
-            slot=slot,
-            version=_text(data.get("v", "")),
-        )
+        host, job, version = _text(data["host"]), None if job is None else _text(job), _text(data.get("v", ""))
+        return cls(host=host, pid=data["pid"], job=job, slot=slot, version=version)
 
 
 @dataclass(slots=True, kw_only=True)

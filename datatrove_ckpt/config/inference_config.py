@@ -133,6 +133,7 @@ class InferenceConfig:
 
     # No fields: they tell a model of a run with several models about the others. See ``models.py``.
     name = ""
+    models = tuple[str, ...]()  # the names of all
     neighbours = 0  # servers of the other models that share the cores with these
     limits_documents = False  # max_concurrent_documents was given
 
@@ -497,6 +498,7 @@ class Engine:
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
             folder's name in ~/.cache.
         metrics: None: it has none.
+        task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
@@ -512,6 +514,7 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
+    task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
@@ -593,6 +596,13 @@ class Engine:
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
         instead = "json_schema with an enum" if kind == "choice" else "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
+
+    def lacks(self, way: str) -> str:
+        """Why ``generate`` has no such method with this engine; "" if it has."""
+        if way in self.ways:
+            return ""
+        having = ", ".join(each.name for each in ENGINES.values() if way in each.ways)
+        return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
 
     def require_package(self) -> None:
         if find_spec(self.package) is None:

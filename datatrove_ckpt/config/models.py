@@ -68,5 +68,6 @@ def _several(models: dict[str, InferenceConfig]) -> dict[str, InferenceConfig]:
     on_cores = {name: config.replicas for name, config in models.items() if config.server_type == "llamacpp"}
     for name, config in models.items():
         config.name = name
+        config.models = tuple(models)
         config.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
     return models

@@ -4,6 +4,8 @@ Under ``max_concurrent_generations: auto`` nobody knows the number beforehand: i
 flight. That alone is too few for rollouts that do other work between their requests. So whenever a request could be
 sent, none waits, and no further document may start, one more may: like TCP's slow start, the number doubles in the time
 of a request, until some requests wait for a place in flight. It is not lowered: documents that wait cost memory only.
+
+Documents with pictures of 10 MB cost much of it, so the large ones share a budget of bytes, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from functools import partial
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
+from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.open_files import requests_at_once
+
+_SMALL = 1 << 16  # bytes of a document that count for nothing
 
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
@@ -38,9 +43,12 @@ class DocumentLimit:
         self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts)) if grows else self._most
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
+        self._bytes = ByteBudget(media_bytes())
 
-    async def acquire(self) -> None:
-        """Returns when there is room, and takes it."""
+    async def acquire(self, size: int) -> None:
+        """Returns when there is room for a document of ``size`` bytes, and takes it."""
+        if size > _SMALL:
+            await self._bytes.acquire(size)
         while self._in_work >= self._size:
             # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
             self._room = asyncio.get_running_loop().create_future()
@@ -48,7 +56,9 @@ class DocumentLimit:
         self._room = None
         self._in_work += 1
 
-    def release(self) -> None:
+    def release(self, size: int) -> None:
+        if size > _SMALL:
+            self._bytes.release(size)
         self._in_work -= 1
         self._wake()
 

@@ -36,6 +36,7 @@ from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.ways import Ways
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
+from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.output.documents import Result, result_of, trim
@@ -43,6 +44,7 @@ from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
+from datatrove_ckpt.rollouts.media import media_key, split_media
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 _PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -209,7 +211,7 @@ class Requests(Ways):
             payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(payload, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
-        body = trim(orjson.dumps(payload, option=_PAYLOAD))
+        body = _body(payload)
         own.last_hash, own.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
@@ -233,7 +235,7 @@ class Requests(Ways):
         own.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
-    async def _send(self, key: AnswerKey, body: bytes, payload: Payload, way: Way) -> Result:
+    async def _send(self, key: AnswerKey, body: AnyBody, payload: Payload, way: Way) -> Result:
         rank, model = self._rank, self._model
         try:
             self._answers.request_started()
@@ -331,9 +333,16 @@ def _digest(payload: Payload) -> str:
     if not _WITH_SCHEMA.isdisjoint(payload):
         option, fields = _PAYLOAD, dict(sorted(payload.items()))
     try:
-        return payload_hash(orjson.dumps(fields, option=option))
+        return payload_hash(orjson.dumps(fields, option=option, default=media_key))
     except TypeError as error:
         raise _failed(error, payload) from error
+
+
+def _body(payload: Payload) -> AnyBody:
+    try:
+        return trim(orjson.dumps(payload, option=_PAYLOAD))
+    except TypeError:  # there are media in it: ``_digest`` has refused all else
+        return Body(*split_media(payload, _PAYLOAD))
 
 
 def _failed(error: Exception, payload: Payload) -> InferenceError:

@@ -29,6 +29,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
+from datatrove_ckpt.generation.media import shared_copy
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
@@ -41,6 +42,7 @@ from datatrove_ckpt.readers.steps import StepRecord
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
+_LARGE = 2**16  # bytes of a document whose text and media are kept once, and not again in its bytes as it was read
 # How long a document waits for the next one, which tells whether a resume may start after it.
 _HOLD_SECONDS = 0.5
 
@@ -50,23 +52,28 @@ class SourceDocument:
 
     Attributes:
         id: the document's id as it was read, as text that can be printed and stored. A rollout may change the document.
-        as_read: the document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None.
         size: about how many bytes the document takes.
         resumable: a resume may start after this document.
         stats: the stats of the steps before the runner right after this document, if it is the last one of its chunk.
     """
 
-    __slots__ = ("_documents", "as_read", "document", "fingerprint", "id", "resumable", "size", "stats")
+    __slots__ = ("_as_read", "_documents", "document", "fingerprint", "id", "resumable", "size", "stats")
 
     def __init__(self, documents: DocumentSource, document: Document, read: AsRead, keep: bool) -> None:
         self.document = document
         self.id = safe_text(document.id)
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
-        self.as_read = read.data if keep else None
+        large = shared_copy(document) if keep and read.size > _LARGE else None
+        self._as_read = large or (read.data if keep else None)
         self.resumable = False
         self.stats: State | None = None
         self._documents = documents
+
+    @property
+    def as_read(self) -> bytes | None:
+        """The document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None."""
+        return as_read(self._as_read).data if isinstance(self._as_read, Document) else self._as_read
 
     def position(self) -> State | None:
         """The reader's state right after this document, to be saved; None if a resume cannot start there."""

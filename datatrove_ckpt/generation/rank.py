@@ -26,6 +26,7 @@ from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
+from datatrove_ckpt.generation.media import media_dropper
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -213,6 +214,7 @@ class _Run:
                     check_first=partial(check_first, step.rollout_fn),
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
+                    drop_media=media_dropper(step.rollout_fn, step.output_writer),
                 )
                 await scheduler.run(documents)
                 progress.skipped = documents.skipped

@@ -63,12 +63,14 @@ class Scheduler:
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
     check_first: Callable[[Document], None]
-    check_writable: Callable[[bytes, str], None] | None = None
+    check_writable: Callable[[bytes, str], bool] | None = None
+    drop_media: Callable[[Document], None] | None = None
 
     def __post_init__(self) -> None:
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
         self._dropped = 0
+        self._takes_vectors = False  # not known yet
         self._document_limit = DocumentLimit(first, *others)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -135,7 +137,7 @@ class Scheduler:
                 self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
-                await self._document_limit.acquire()
+                await self._document_limit.acquire(source.size)
                 if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self._idle.clear()
@@ -209,7 +211,7 @@ class Scheduler:
             self.shutdown.abort(error)
         finally:
             self.documents.done(slot.ordinal)
-            self._document_limit.release()
+            self._document_limit.release(source.size)
             self.drain.check_soon()
             if not self.documents and not self.shutdown.aborted:
                 self._idle.set()
@@ -228,12 +230,14 @@ class Scheduler:
                 results = await self._run_rollouts(document, requests)
             self._raise_if_stopping()
             kept = [result for result in results if result is not None]
+            if self.drop_media is not None:
+                self.drop_media(document)
             document.metadata[self.metadata_key] = kept
             if kept:
                 self.check_document(document, slot.chunk.index)
             data = encode_finished(document, self.metadata_key) if kept else b"null"
-            if self.check_writable is not None and not is_plain(data):
-                await asyncio.to_thread(self.check_writable, data, source.id)
+            if self.check_writable is not None and not is_plain(data, self._takes_vectors):
+                self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping()
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping()

@@ -10,19 +10,19 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.data import Document
-from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import Generate, Payload, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.templates import fill, prompt_source
+from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.media import MEDIA
+from datatrove_ckpt.rollouts.templates import fill, lacks, prompt_source
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption
@@ -72,7 +72,10 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
     """
     if isinstance(rollout_fn, ReadyMade) and type(rollout_fn).__module__ == ReadyMade.__module__:
         prompt_source(document, rollout_fn.prompt_column)
-        fill(getattr(rollout_fn, "prompt", ""), document, "")
+        fill(getattr(rollout_fn, rollout_fn.first_template), document, "")
+        images = getattr(rollout_fn, "images", None)
+        if images not in (None, MEDIA, *document.metadata):
+            raise lacks(document, "images", images)
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
@@ -99,7 +102,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
 
 
 def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
-    """The rollout function, which notes the last user message of each document's first request.
+    """The rollout function, which notes what each document's first request asks: the last user message, or a text.
 
     Args:
         questions: gets it, by ``id(document)``: those of the input may repeat.
@@ -111,27 +114,33 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
         rollout_fn.prepare()
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        return await rollout_fn(document, _Noting(generate, document, questions), **shared)
+        return await rollout_fn(document, _Noting(generate, partial(questions.setdefault, id(document))), **shared)
 
+    if isinstance(rollout_fn, PromptRollout):
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
     return rollout
 
 
 class _Noting:
-    """``generate``, of whose own requests the first is noted."""
+    """A ``generate``, its methods, and those of its other models: each notes what it is asked."""
 
-    def __init__(self, generate: Generate, document: Document, questions: dict[int, str]) -> None:
-        self._generate, self._document, self._questions = generate, document, questions
+    def __init__(self, generate: Callable[..., Awaitable[Any]], note: Callable[[str], object]) -> None:
+        self._generate = generate
+        self._note = note
 
-    async def __call__(self, payload: Payload, /, *, path: str | None = None) -> InferenceResult:
-        self._questions.setdefault(id(self._document), _question(payload))
-        return await self._generate(payload, path=path)
+    def __call__(self, asked: object, /, *more: object, **settings: object) -> Awaitable[Any]:
+        self._note(_question(asked))
+        return self._generate(asked, *more, **settings)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generate, name)
+    def __getattr__(self, name: str) -> _Noting:
+        return _Noting(getattr(self._generate, name), self._note)
 
 
-def _question(payload: Payload) -> str:
+def _question(payload: Any) -> str:
+    """Of a request: its payload, a text, or a list of texts."""
     with suppress(AttributeError, LookupError, TypeError):  # of a payload that is about to be refused
+        if not isinstance(payload, Mapping):
+            return payload if isinstance(payload, str) else str(payload[0])
         users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
         content = users[-1] if users else payload["prompt"]
         return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

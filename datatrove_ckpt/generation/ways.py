@@ -15,7 +15,6 @@ import numpy as np
 from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.inference.client.answers import JsonObject, Way
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result
@@ -90,6 +89,10 @@ class Ways:
             labels = [f"{unnamed}{index}" for index in range(len(scores))]
             label = label or labels[best]
         else:
+            if label not in ("", f"LABEL_{best}", labels[best]):
+                await self._refused(
+                    f"generate.classify: label {best} is {labels[best]!r}, but the model says {label!r}"
+                )
             label = labels[best]
         return Classification(label, scores[best], dict(zip(labels, scores, strict=True)))
 
@@ -125,9 +128,8 @@ class Ways:
     def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
         """Why no such request can be right; "" if it can."""
         engine = self._config.engine
-        if name not in engine.ways:
-            having = ", ".join(each.name for each in ENGINES.values() if name in each.ways)
-            return f"server_type {engine.name!r} has no generate.{name}; these have: {having}"
+        if lacks := engine.lacks(name):
+            return lacks
         if isinstance(texts, str):
             return f"generate.{name} takes a list of texts, and not one text"
         for each in [text, *(texts if isinstance(texts, Sequence) else [texts])]:

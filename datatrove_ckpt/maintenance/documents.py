@@ -23,6 +23,8 @@ from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.redaction import redact
 from datatrove_ckpt.retrying import failure_line, file_system_call
 
+_VECTOR = 3  # numbers of one that are shown
+
 
 @dataclass(frozen=True, slots=True)
 class ShownDocument:
@@ -96,7 +98,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
         raise OutputFailed(f"{where} cannot be shown: only JSONL and Parquet files can be.")
     try:
         with file_system_call(), folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
-            for row, _ in known.rows(file, ("id", "text", "metadata", key)):
+            for row, _ in known.rows(file, ("id", "text", "metadata", key, "embedding")):
                 if row is not None:
                     yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
     except (OSError, EOFError) as error:
@@ -109,9 +111,26 @@ def _answer(row: Json, key: str) -> str:
     found = (metadata if isinstance(metadata, dict) and key in metadata else row).get(key)
     if found is None:
         return _text({name: value for name, value in row.items() if name not in ("id", "text")})
-    return "\n\n".join(map(_text, found if isinstance(found, list) else [found]))
+    parts = [_with_vector(one, row, metadata) for one in (found if isinstance(found, list) else [found])]
+    return "\n\n".join(map(_text, parts))
+
+
+def _with_vector(result: object, *places: object) -> object:
+    """The result; of EmbedRollout with a ``column`` the vector that is there."""
+    name = result.get("column") if isinstance(result, dict) else None
+    found = next((one[name] for one in places if isinstance(one, dict) and name in one), None)
+    return result if name is None or found is None else {name: found}
 
 
 def _text(result: object) -> str:
     text = result.get("text") if isinstance(result, dict) else result
-    return text if isinstance(text, str) else orjson.dumps(result, default=str).decode()
+    return text if isinstance(text, str) else orjson.dumps(_short(result), default=str).decode()
+
+
+def _short(value: object) -> object:
+    """The value, with the first numbers of a vector only."""
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list) and len(value) > _VECTOR and all(isinstance(one, float) for one in value):
+        return [*(round(one, 4) for one in value[:_VECTOR]), f"... {len(value)} numbers"]
+    return [_short(one) for one in value] if isinstance(value, list) else value

@@ -72,6 +72,9 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
 
     if kind is dict:
         return _struct(values, column)
+    if all(map(_is_vector, values)):
+        sizes = set(map(len, values))
+        return pa.list_(pa.float32(), sizes.pop() if len(sizes) == 1 else -1)
     if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):  # or arrays of numpy
         return pa.list_(type_of(list(chain.from_iterable(values)), f"{column}[]"))
     if kind is int:
@@ -85,6 +88,18 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
     for value in list(zones.values())[1:]:
         found = unite(found, pa.infer_type([value]), column)
     return found
+
+
+def _is_vector(value: object) -> bool:
+    """Whether it is an array of those that become fixed-size lists if they have one length, such as embeddings."""
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == np.float32 and value.size > 0
+
+
+def is_any_list(kind: DataType) -> bool:
+    """Whether a type is that of lists, of one length or of any."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
@@ -117,7 +132,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         for field in new:
             fields[field.name] = unite(fields.get(field.name), field.type, f"{column}.{field.name}")
         return pa.struct(list(fields.items()))
-    if pa.types.is_list(old) and pa.types.is_list(new):
+    if is_any_list(old) and is_any_list(new):  # two fixed sizes, or one and any, are of any size
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
     if (both := _unite_leaves(old, new)) is None:
         raise NotUnited(column, old, new)
@@ -198,6 +213,8 @@ def _check(values: list[Any], field: Any, column: str) -> None:
         pairs = [pair for value in present for pair in (value.items() if isinstance(value, dict) else value)]
         _check([key for key, _ in pairs], kind.key_field, f"{column}[key]")
         _check([item for _, item in pairs], kind.item_field, f"{column}[value]")
+    elif kind in (pa.list_(pa.float32()), pa.list_(pa.float64())) and all(map(_is_vector, present)):
+        return
     elif hasattr(kind, "value_field") and all(map(_is_list, present)):
         _check(list(chain.from_iterable(present)), kind.value_field, f"{column}[]")
     elif set(map(type, present)) != {_SAFE.get(str(kind))}:

@@ -37,6 +37,7 @@ _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
+_VECTOR_BYTES = b'"$py":["array",["<f4",['
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
@@ -178,13 +179,18 @@ def _after_text(text: object) -> int:
     return len(text) if isinstance(text, str) else 0
 
 
-def is_plain(data: bytes) -> bool:
-    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it."""
+def is_plain(data: bytes, with_vectors: bool = False) -> bool:
+    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it.
+
+    Args:
+        with_vectors: arrays of float32 count as JSON, too.
+    """
     if data.endswith(_RESULTS_END):
         return True
+    plain = (_RESULT_BYTES, _VECTOR_BYTES) if with_vectors else _RESULT_BYTES
     # A quote inside a string is escaped, so these bytes stand for wrapped values only.
     at = data.find(_TAG_BYTES)
-    while at >= 0 and data.startswith(_RESULT_BYTES, at):
+    while at >= 0 and data.startswith(plain, at):
         at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
     return at < 0
 
@@ -222,18 +228,17 @@ def decode(data: bytes) -> Document:
 
 def decode_plain(data: bytes) -> Document:
     """The same with a dict in place of each InferenceResult and Media, as ``dataclasses.asdict`` makes them."""
-    document = _decoded(data, _PLAIN_READERS)
-    if document.media:
-        document.media = [_fields(media) for media in document.media]
-    return document
+    return _plain(data, _PLAIN_READERS)
 
 
 def decode_json(data: bytes) -> Document:
     """Like ``decode_plain``, with JSON in place of each numpy array that orjson can write. For orjson alone."""
-    document = _decoded(data, _JSON_READERS)
-    if document.media:
-        document.media = [_fields(media) for media in document.media]
-    return document
+    return _plain(data, _JSON_READERS)
+
+
+def decode_rows(data: bytes) -> Document:
+    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, which Arrow does not take."""
+    return _plain(data, _ROW_READERS)
 
 
 def as_json(array: _Array) -> object:
@@ -242,6 +247,13 @@ def as_json(array: _Array) -> object:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:
         return array
+
+
+def _plain(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
+    document = _decoded(data, readers)
+    if document.media:
+        document.media = [_fields(media) for media in document.media]
+    return document
 
 
 def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
@@ -274,8 +286,17 @@ def _scalar(value: np.generic) -> list[object]:
 
 
 def _from_array(value: tuple[str, list[int], str]) -> _Array:
+    return _view(value).copy()
+
+
+def _view(value: tuple[str, list[int], str]) -> _Array:
+    """The array, which cannot be changed."""
     dtype, shape, data = value
-    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+
+
+def _rows(array: _Array) -> object:
+    return array if array.ndim < 2 else [_rows(row) for row in array]
 
 
 def _from_scalar(value: tuple[str, str]) -> np.generic:
@@ -331,7 +352,8 @@ _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "
 _READERS["int"] = int
 _READERS["timestamp"] = lambda value: importlib.import_module("pandas").Timestamp(value)
 _PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
-_JSON_READERS = _PLAIN_READERS | {"array": lambda value: as_json(_from_array(value))}
+_JSON_READERS = _PLAIN_READERS | {"array": lambda value: as_json(_view(value))}
+_ROW_READERS = _PLAIN_READERS | {"array": lambda value: _rows(_view(value))}
 
 
 class _Encoder:

@@ -24,8 +24,17 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.column_types import infers_schema, trial_schema
-from datatrove_ckpt.output.documents import as_json, decode, decode_json, decode_plain, field_names, line_of
+from datatrove_ckpt.output.documents import (
+    as_json,
+    decode,
+    decode_json,
+    decode_plain,
+    decode_rows,
+    field_names,
+    line_of,
+)
 from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
 _DEFAULT = DiskWriter._default_adapter
@@ -36,12 +45,12 @@ _NAMES = field_names(Document)
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     """How to read the documents that this writer gets. Replaces its adapter if it is datatrove's default one.
 
-    datatrove's JsonlWriter takes no arrays, and gets them as JSON.
+    datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of one dimension.
     """
     is_json = _is(writer._write, _WRITE_LINE)
     if _is(writer.adapter, _DEFAULT) and _is(writer.write, DiskWriter.write):
         writer.adapter = MethodType(_plain_adapter, writer)
-        return decode_json if is_json else decode_plain
+        return decode_json if is_json else decode_rows if PARQUET.is_written_by(writer) else decode_plain
     if is_json:
         put: Callable[..., None] = writer._write
         writer._write = lambda row, *place: put(_without_arrays(row), *place)
@@ -86,6 +95,14 @@ def write_for(writer: DiskWriter, decode: Callable[[bytes], Document], **fields:
     return write_line
 
 
+def writes_media(writer: DiskWriter) -> bool:
+    """Whether the writer may save the bytes of media: it is set so, or has code of its own."""
+    is_usual = any(_is(writer.adapter, one) for one in (_DEFAULT, _plain_adapter)) and _is(
+        writer.write, DiskWriter.write
+    )
+    return not is_usual or bool(getattr(writer, "save_media_bytes", True))
+
+
 def _is(method: object, function: object) -> bool:
     return getattr(method, "__func__", None) is function
 
@@ -124,11 +141,14 @@ class _InMemory:
         pass
 
 
-def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> None:
+def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> bool:
     """Writes a document to memory with a copy of the user's writer, which must never have been opened.
 
     Args:
         data: an encoded document.
+
+    Returns:
+        Whether the writer can write all documents with float32 arrays, so that these need no trial.
 
     Raises:
         DocumentNotSerializable: the writer cannot write the document.
@@ -142,6 +162,7 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> N
         copied.write(document, rank=rank, chunk_index="00000")
         if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
             copied.close()
+        return _is(writer._write, _WRITE_LINE) or (type(writer) is ParquetWriter and writer.schema is None)
     except Exception as error:
         raise DocumentNotSerializable(
             f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "

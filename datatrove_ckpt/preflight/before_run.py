@@ -148,6 +148,8 @@ def _check_inputs(plan: RunPlan) -> None:
         place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
         if not folder.isdir(""):
             raise ConfigError(f"{place} is not a folder.")
+        if not hasattr(step, "glob_pattern"):  # it reads the media that documents name
+            continue
         names = folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern)
         if not names:
             pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""

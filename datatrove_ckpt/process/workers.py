@@ -37,6 +37,7 @@ from multiprocess import forkserver, resource_tracker
 
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
@@ -56,7 +57,7 @@ class Stopped(Exception):
 class _Process:
     """One worker, as its parent sees it."""
 
-    def __init__(self, context: Any, slot: int, task: Work, numbers: list[int], below_bar: bool) -> None:
+    def __init__(self, context: Any, slot: int, count: int, task: Work, numbers: list[int], below_bar: bool) -> None:
         self.slot = slot
         self.task: int | None = None
         self.is_ready = False  # for a task
@@ -65,7 +66,8 @@ class _Process:
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
-        arguments = (theirs, os.getpid(), HiddenDict(os.environ), numbers, task, slot, below_bar)
+        environment = HiddenDict({**os.environ, WORKERS_VARIABLE: str(count)})
+        arguments = (theirs, os.getpid(), environment, numbers, task, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
         with theirs:  # closed here once the worker has it
             self.process.start()
@@ -219,7 +221,7 @@ class Workers:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
                 below_bar = self.screen is not None and self.screen.has_bar
-                self._workers.append(_Process(self.context, slot, self.work, self._numbers, below_bar))
+                self._workers.append(_Process(self.context, slot, self.count, self.work, self._numbers, below_bar))
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:

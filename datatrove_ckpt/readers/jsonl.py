@@ -175,8 +175,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                         refuse_array(self, name)
                     self._damaged(name, id_in_file, f"{type(data).__name__} instead of an object")
                     return Skipped.DAMAGED
-                for media in data.get("media", []):
-                    if media["media_bytes"] is not None:
+                for media in data.get("media") or ():
+                    if media.get("media_bytes") is not None:
                         media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
                 return (make or self.get_document_from_dict)(data, name, id_in_file) or Skipped.WITHOUT_TEXT
             except (EOFError, orjson.JSONDecodeError) as error:

@@ -114,6 +114,7 @@ def take_values(chunk: Any, rows: Numbers) -> Any:
 _CONVERTED_ROWS = 1000
 _SKIPPED_ROWS = 2**13
 _PICKED_ROWS = 2**13
+_BATCH_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
 _HELD_BYTES = 2**27
 """The most that is kept of a shuffled row group at once, uncompressed."""
 _BUFFER_BYTES = 2**20
@@ -220,6 +221,11 @@ class _TableReader(SeekingReader):
         return documents
 
 
+def _fitting(most: int, rows: int, size: int) -> int:
+    """How many rows to take at once, if ``rows`` of them have ``size`` bytes."""
+    return max(1, min(most, rows * _BATCH_BYTES // max(1, size)))
+
+
 class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``ParquetReader``, with a position on each document.
 
@@ -268,16 +274,17 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
-            rows_of = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            rows_of = [one.num_rows for one in groups]
             self._file_extent.set_groups(rows_of, first=0)
             if group < len(rows_of) and row == rows_of[group]:
                 group, row = group + 1, 0
             current, start = group, 0
             # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
             size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
-            for batch in file.iter_batches(
-                batch_size=size, row_groups=list(range(group, len(rows_of))), columns=self._columns
-            ):
+            size = min((_fitting(size, one.num_rows, one.total_byte_size) for one in groups[group:]), default=size)
+            following = list(range(group, len(rows_of)))
+            for batch in file.iter_batches(batch_size=size, row_groups=following, columns=self._columns):
                 offset = 0
                 while offset < batch.num_rows:
                     while start == rows_of[current]:
@@ -377,8 +384,9 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         for _, number, batch in self._groups(name, group, None):
-            for start in range(row if number == group else 0, batch.num_rows, _CONVERTED_ROWS):
-                yield number, start, batch.slice(start, _CONVERTED_ROWS)
+            size = _fitting(_CONVERTED_ROWS, batch.num_rows, batch.nbytes)
+            for start in range(row if number == group else 0, batch.num_rows, size):
+                yield number, start, batch.slice(start, size)
 
     def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
         for turn, number, batch in self._groups(name, started - 1, seed):

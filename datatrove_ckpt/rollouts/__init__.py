@@ -10,6 +10,7 @@ The names below are of this module, whatever file they are in: pickles and ident
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
 from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
+from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import (
     Classification,
     Document,
@@ -20,6 +21,8 @@ from datatrove_ckpt.rollouts.interface import (
     Rollout,
     chat,
 )
+from datatrove_ckpt.rollouts.judge import JudgeRollout
+from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
@@ -27,11 +30,15 @@ __all__ = [
     "BestOfRollout",
     "ChunkedRollout",
     "Classification",
+    "ClassifyRollout",
     "CompletionRollout",
     "Document",
+    "EmbedRollout",
     "Generate",
     "InferenceResult",
     "InvalidAnswer",
+    "InvalidMedia",
+    "JudgeRollout",
     "Payload",
     "PromptRollout",
     "Ranked",
@@ -39,6 +46,7 @@ __all__ = [
     "Rollout",
     "chat",
     "for_config",
+    "media_part",
     "split_text",
 ]
 

@@ -2,10 +2,8 @@
 
 # No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
 
-import re
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -13,15 +11,12 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.chunked import sum_usage
-from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
-from datatrove_ckpt.rollouts.prompt import PromptRollout
-from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
-
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
+from datatrove_ckpt.rollouts.judge import Judged, check_pattern, last_match
 
 
 @dataclass
-class BestOfRollout(PromptRollout):
+class BestOfRollout(Judged):
     """Several answers to one prompt. A judge or a vote chooses the best one; all of them are kept.
 
     The result is a mapping with ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the best answer (``usage``
@@ -34,6 +29,8 @@ class BestOfRollout(PromptRollout):
             wins.
         judge_params: payload keys of the judge's requests; they override ``default_generation_params``. None: a
             temperature of 0.
+        judge: the judge's name among several models. None: the first one.
+        score_pattern: as that of JudgeRollout.
         vote_pattern: a regular expression. Its last match in an answer (its first group, if it has one) is voted on,
             instead of the whole answer.
 
@@ -45,25 +42,16 @@ class BestOfRollout(PromptRollout):
 
     _: KW_ONLY
     candidates: int = 4
-    judge_prompt: str | None = None
-    judge_params: Payload | None = None
     vote_pattern: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.candidates < 2:
             raise ConfigError(f"candidates: must be >= 2; it is {self.candidates!r}.")
-        if self.judge_prompt is not None and ("", "metadata", "answer") not in parse(self.judge_prompt, "judge_prompt"):
-            raise ConfigError("judge_prompt: has no {answer}, so every candidate would get the same score.")
+        self._check_shows_answer("every candidate would get the same score")
         if self.judge_prompt is not None and self.vote_pattern is not None:
             raise ConfigError("vote_pattern: is set together with judge_prompt; set only one of them.")
-        if self.judge_params is not None and self.judge_prompt is None:
-            raise ConfigError("judge_params: there is no judge; set judge_prompt.")
-        self._check_params("judge_params", self.judge_params)
-        try:
-            re.compile(self.vote_pattern or "")
-        except re.error as error:
-            raise ConfigError(f"vote_pattern: {self.vote_pattern!r} is not a regular expression: {error}.") from None
+        check_pattern("vote_pattern", self.vote_pattern)
         self._refuse_cold({})
 
     def _refuse_cold(self, defaults: Payload) -> None:
@@ -75,7 +63,11 @@ class BestOfRollout(PromptRollout):
         self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        payload = await self._payload(document)
+        async with self._media(document) as parts:
+            return await self._best(document, generate, parts)
+
+    async def _best(self, document: Document, generate: Generate, parts: list[Payload]) -> object:
+        judge, payload = self._judge(generate), await self._payload(document, parts)
         results = [one for one in await self._ask(generate, [payload] * self.candidates) if one is not None]
         if not results:
             return None
@@ -83,9 +75,9 @@ class BestOfRollout(PromptRollout):
         if self.judge_prompt is None:
             scores: list[float | None] = [*self._votes(results)]
         else:
-            asked = await generate_all(generate, [await self._judged(document, str(one.text)) for one in results])
-            found = [_NUMBER.search(str(one.text)) for one in asked]
-            scores = [float(one[0]) if one else None for one in found]
+            payloads = [await self._to_judge(document, parts, answer=str(one.text)) for one in results]
+            asked = await generate_all(judge, payloads)
+            scores = [self._score(str(one.text)) for one in asked]
         # max takes the first one of several
         best = max(range(len(results)), key=lambda index: (scores[index] is not None, scores[index] or 0.0))
         chosen = results[best]
@@ -100,14 +92,6 @@ class BestOfRollout(PromptRollout):
             ],
         }
 
-    async def _judged(self, document: Document, answer: str) -> Payload:
-        assert self.judge_prompt is not None
-        source = prompt_source(document, self.prompt_column)
-        text = source if isinstance(source, str) else document.text
-        filled = partial(fill, self.judge_prompt, document, answer=answer)
-        content = filled(await self._cut(self.judge_prompt, filled, text, None))
-        return chat_payload(None, content, {"temperature": 0} if self.judge_params is None else self.judge_params)
-
     def _votes(self, results: list[InferenceResult]) -> list[int]:
         """How many answers say the same as each of them. One in which nothing matches has its own voice."""
         said = [self._said(str(one.text)) or index for index, one in enumerate(results)]
@@ -115,7 +99,4 @@ class BestOfRollout(PromptRollout):
         return [counts[one] if isinstance(one, str) else 0 for one in said]
 
     def _said(self, text: str) -> str:
-        if self.vote_pattern is None:
-            return text.strip()
-        found = list(re.finditer(self.vote_pattern, text))
-        return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else ""
+        return (text if self.vote_pattern is None else last_match(self.vote_pattern, text)).strip()

@@ -3,23 +3,26 @@
 # No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
+from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_media, without_bytes
 from datatrove_ckpt.rollouts.model_files import TokenCounter
-from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
+from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.templates import (
     BARE,
     check_template,
     fill,
     fixed_length,
+    parse,
     prompt_source,
     times_text,
     with_system,
@@ -55,6 +58,11 @@ class PromptRollout(OneRequest):
         invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives None.
         engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or "none". None: those
             of the ``server_type``.
+        images: what goes into the message after the text: "media", the document's media (pictures, sound, PDFs); or
+            the metadata key of bytes, a path, an http(s) or data URL, a mapping with ``bytes`` or ``path``, or a list
+            of them. Bytes that were sent are not written, unless the writer has ``save_media_bytes``.
+        max_image_side: longest side of a picture, in pixels; a larger one is made smaller. None: sent as it is.
+        media_folder: the folder or URL below which files that documents name may be read and sent.
 
     Raises:
         ConfigError: a template that cannot be filled in, a generation parameter that is not one, ``max_chars`` that
@@ -65,19 +73,53 @@ class PromptRollout(OneRequest):
     system_prompt: str | None = None
     generation_params: Payload | None = None
     max_chars: int | None = None
+    _: KW_ONLY
+    images: str | None = None
+    max_image_side: int | None = None
+    media_folder: str | None = None
 
     def __post_init__(self) -> None:
-        check_template(self.prompt)
+        name, template = self.first_template, getattr(self, self.first_template)
+        if self.images is None:
+            check_template(template, name)
+        else:  # the documents differ in their media, so a prompt may say the same to all
+            parse(template, name)
+        for setting in ("max_image_side", "media_folder"):
+            if self.images is None and getattr(self, setting) is not None:
+                raise ConfigError(f'{setting}: nothing but text is sent; set images, such as "media".')
+        if self.max_image_side is not None:
+            if self.max_image_side < 1:
+                raise ConfigError(f"max_image_side: must be >= 1; it is {self.max_image_side!r}.")
+            check_pillow()
         super().__post_init__()
         if self.max_chars is None:
             del self.max_chars  # the class has it, and the identity of runs that were made without it stays the same
-        elif self.max_chars <= fixed_length(self.prompt):
-            raise ConfigError(f"max_chars: must be greater than the length of prompt; it is {self.max_chars!r}.")
+        elif self.max_chars <= fixed_length(template):
+            raise ConfigError(f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}.")
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        return (await self._ask(generate, [await self._payload(document)]))[0]
+        if self.images is None:
+            return (await self._ask(generate, [await self._payload(document)]))[0]
+        async with self._media(document) as parts:
+            return (await self._ask(generate, [await self._payload(document, parts)]))[0]
 
-    async def _payload(self, document: Document) -> Payload:
+    def prepare(self) -> None:
+        super().prepare()
+        if self.max_image_side is not None:
+            check_pillow()  # it may be missing here
+
+    def _media(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
+        """The parts of the message beside the text. Files that are read for them count until the end."""
+        if self.images is None:
+            return nullcontext([])
+        return parts_of(document, MediaSettings(self.images, self.max_image_side, self.media_folder))
+
+    def drop_sent(self, document: Document) -> None:
+        """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""
+        if self.images not in (None, MEDIA) and self.images in document.metadata:
+            document.metadata[self.images] = without_bytes(document.metadata[self.images])
+
+    async def _payload(self, document: Document, parts: Sequence[Payload] = ()) -> Payload:
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):
             if self.prompt not in BARE:
@@ -85,10 +127,10 @@ class PromptRollout(OneRequest):
                     f"prompt: document {document.id!r} holds a list of messages, which are sent as they are. Leave "
                     "prompt out."
                 )
-            return {"messages": with_system(self.system_prompt, source), **self._params()}
+            return with_media({"messages": with_system(self.system_prompt, source), **self._params()}, parts)
         filled = partial(fill, self.prompt, document)
         content = filled(await self._cut(self.prompt, filled, source, self.system_prompt))
-        return chat_payload(self.system_prompt, content, self._params())
+        return with_media(chat_payload(self.system_prompt, content, self._params()), parts)
 
     async def _cut(self, template: str, filled: Filled, text: str, system_prompt: str | None) -> str:
         if self.max_chars is not None:
@@ -113,20 +155,15 @@ class CompletionRollout(OneRequest):
     prompt: str = "{text}"
     generation_params: Payload | None = None
 
+    uses_chat: ClassVar[bool | None] = False
+
     def __post_init__(self) -> None:
         check_template(self.prompt)
         super().__post_init__()
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        source = prompt_source(document, self.prompt_column)
-        if isinstance(source, list):
-            raise ConfigError(
-                f"prompt_column: document {document.id!r} holds a list of messages, which a plain completion has no "
-                "place for; use PromptRollout."
-            )
-        filled = partial(fill, self.prompt, document)
-        text = await cut_to_limit(self, self.prompt, filled, source, "")
-        return (await self._ask(generate, [{"prompt": filled(text)} | self._params()]))[0]
+        content = await filled_text(self, self.prompt, document)
+        return (await self._ask(generate, [{"prompt": content} | self._params()]))[0]
 
 
 def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
@@ -136,18 +173,32 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
         ConfigError: its payloads are for the other kind of request, so every request would be rejected; or see
             ``ReadyMade.for_config``.
     """
-    if config.use_chat and isinstance(rollout_fn, CompletionRollout):
-        raise ConfigError("use_chat: CompletionRollout sends plain completions; set use_chat to false.")
-    is_chat = rollout_fn is chat or (
-        isinstance(rollout_fn, ReadyMade) and not isinstance(rollout_fn, CompletionRollout)
-    )
-    if not config.use_chat and is_chat:
-        name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
+    chats = rollout_fn.uses_chat if isinstance(rollout_fn, ReadyMade) else True if rollout_fn is chat else None
+    name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
+    if config.use_chat and chats is False:
+        raise ConfigError(f"use_chat: {name} sends plain completions; set use_chat to false.")
+    if not config.use_chat and chats:
         raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
     return rollout_fn.for_config(config) if isinstance(rollout_fn, ReadyMade) else rollout_fn
 
 
-async def cut_to_limit(rollout: OneRequest, template: str, filled: Filled, text: str, system_prompt: str) -> str:
+async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
+    """The template with the document's values, for a request that takes one text; cut to the rollout's limit.
+
+    Raises:
+        ConfigError: the document has a list of messages instead of a text, or lacks a value.
+    """
+    source = prompt_source(document, rollout.prompt_column)
+    if isinstance(source, list):
+        raise ConfigError(
+            f"prompt_column: document {document.id!r} holds a list of messages, which {type(rollout).__name__} has no "
+            "place for; use PromptRollout."
+        )
+    filled = partial(fill, template, document)
+    return filled(await cut_to_limit(rollout, template, filled, source, ""))
+
+
+async def cut_to_limit(rollout: WholeText, template: str, filled: Filled, text: str, system_prompt: str) -> str:
     """The text, cut to the rollout's limit in tokens, if it has one.
 
     Args:

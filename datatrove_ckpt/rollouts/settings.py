@@ -4,8 +4,9 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from datatrove.pipeline.inference.types import InferenceResult
 
@@ -18,6 +19,8 @@ from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter, load_defaults
 
 _CHAT_TEMPLATE_TOKENS = 64
+_SPECIAL_TOKENS = 8  # that a tokenizer puts around a text, such as [CLS]
+ReadAnswer: TypeAlias = Callable[[str], tuple[str, str]]
 _SET_ELSEWHERE = ("messages", "prompt", "model", "stream")
 
 
@@ -39,6 +42,8 @@ class ReadyMade:
     generation_defaults: Payload | None = field(default=None, init=False)
     counted_by: list[str | None] | None = field(default=None, init=False)
 
+    uses_chat: ClassVar[bool | None] = True
+    """The ``use_chat`` that the config must have; None: either."""
     _token_setting: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -50,6 +55,11 @@ class ReadyMade:
         if (self.tokenizer or self.chars_per_token or self.tokenizer_revision) and not self._counts_tokens():
             raise ConfigError(f"tokenizer: nothing is measured in tokens; set {self._token_setting}.")
         self._leave_out_defaults()
+
+    @property
+    def first_template(self) -> str:
+        """The setting that the first request is made of."""
+        return "prompt"
 
     def _own_params(self) -> Payload | None:
         """``generation_params``: a field of the subclasses, where it has its place among the positional ones."""
@@ -123,10 +133,43 @@ class ReadyMade:
 
 
 @dataclass(kw_only=True)
-class OneRequest(ReadyMade):
-    """The settings of rollouts whose requests are whole documents: a limit in tokens, and the form of the answer."""
+class WholeText(ReadyMade):
+    """The settings of rollouts whose requests are whole documents: a limit in tokens."""
 
     max_prompt_tokens: int | Literal["auto"] | None = None
+    # found by for_config
+    prompt_tokens: int | None = field(default=None, init=False)
+
+    _token_setting: ClassVar[str] = "max_prompt_tokens"
+
+    def __post_init__(self) -> None:
+        limit = self.max_prompt_tokens
+        if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
+            raise ConfigError(f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.')
+        super().__post_init__()
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if self.max_prompt_tokens == "auto":
+            self.prompt_tokens = self._left_for_the_prompt(config)
+
+    def _left_for_the_prompt(self, config: InferenceConfig) -> int:
+        """Where the answer is no text, so that it takes no tokens."""
+        return max(1, config.model_max_context - _SPECIAL_TOKENS)
+
+    def _limit(self) -> int | None:
+        """Tokens that a prompt may have."""
+        if self.max_prompt_tokens != "auto":
+            return self.max_prompt_tokens
+        if self.prompt_tokens is None:
+            raise ConfigError("max_prompt_tokens: auto needs the config; call for_config(config).")
+        return self.prompt_tokens
+
+
+@dataclass(kw_only=True)
+class OneRequest(WholeText):
+    """The settings of rollouts whose answers are texts: their form."""
+
     json_schema: Schema | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -136,9 +179,6 @@ class OneRequest(ReadyMade):
     engine: FormEngine | None = None
     # found by for_config
     form_for: str | None = field(default=None, init=False)
-    prompt_tokens: int | None = field(default=None, init=False)
-
-    _token_setting: ClassVar[str] = "max_prompt_tokens"
 
     def __post_init__(self) -> None:
         self.form.check()
@@ -146,9 +186,6 @@ class OneRequest(ReadyMade):
             self.form.fields(self.engine)
         if self.answer_attempts < 1:
             raise ConfigError(f"answer_attempts: must be >= 1; it is {self.answer_attempts!r}.")
-        limit = self.max_prompt_tokens
-        if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
-            raise ConfigError(f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.')
         super().__post_init__()
 
     @property
@@ -166,8 +203,6 @@ class OneRequest(ReadyMade):
             canned = config.engine.is_canned
             self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
-        if self.max_prompt_tokens == "auto":
-            self.prompt_tokens = self._left_for_the_prompt(config)
 
     def prepare(self) -> None:
         super().prepare()
@@ -189,14 +224,6 @@ class OneRequest(ReadyMade):
             )
         return left
 
-    def _limit(self) -> int | None:
-        """Tokens that a prompt may have."""
-        if self.max_prompt_tokens != "auto":
-            return self.max_prompt_tokens
-        if self.prompt_tokens is None:
-            raise ConfigError("max_prompt_tokens: auto needs the config; call for_config(config).")
-        return self.prompt_tokens
-
     def _params(self) -> Payload:
         if self._is_free:
             return super()._params()
@@ -215,16 +242,28 @@ class OneRequest(ReadyMade):
             if len(payloads) == 1:
                 return [await generate(payloads[0])]
             return [*await generate_all(generate, payloads)]
+        return await self._ask_until(self.form.read, str(self.form.kind), self.show_error, generate, payloads)
+
+    async def _ask_until(
+        self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payloads: list[Payload]
+    ) -> list[InferenceResult | None]:
+        """``_ask`` for any form.
+
+        Args:
+            read: the answer's text without what surrounds it, and what is wrong with it.
+            form: the setting that says the form, for the error.
+            shows: a further attempt shows the model its answer.
+        """
         valid: list[InferenceResult | None] = [None] * len(payloads)
         waiting = dict(enumerate(payloads))
         problems: dict[int, str] = {}
         for _ in range(self.answer_attempts):
             results = await generate_all(generate, list(waiting.values()))
             for index, result in zip(list(waiting), results, strict=True):
-                text, problem = self.form.read(str(result.text))
+                text, problem = read(str(result.text))
                 if problem:
                     problems[index] = f"{problem} (finish_reason {result.finish_reason})"
-                    if self.show_error and result.finish_reason != "length":
+                    if shows and result.finish_reason != "length":
                         waiting[index] = _with_error(waiting[index], str(result.text), problem)
                 else:
                     valid[index] = dataclasses.replace(result, text=text)
@@ -234,7 +273,7 @@ class OneRequest(ReadyMade):
         if waiting and self.invalid_answer == "fail":
             index = min(waiting)
             raise InvalidAnswer(
-                f"{self.form.kind}: none of {self.answer_attempts} answers is valid. The last one: {problems[index]}."
+                f"{form}: none of {self.answer_attempts} answers is valid. The last one: {problems[index]}."
             )
         return valid
 

@@ -119,10 +119,10 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
     return tuple(parts)
 
 
-def check_template(template: str) -> None:
+def check_template(template: str, setting: str = "prompt") -> None:
     """Raises ConfigError if it is broken, or says the same to every document."""
-    if not any(name for _, name, _ in parse(template)):
-        raise ConfigError(f"prompt: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
+    if not any(name for _, name, _ in parse(template, setting)):
+        raise ConfigError(f"{setting}: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
 
 
 def times_text(template: str) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from datatrove.io import DataFolder
+from PIL import Image
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.cli.main import OVERRIDES_HELP, main, make_parser
@@ -135,7 +136,7 @@ def answer(payload: dict[str, Any], times: int) -> str:
         return "I cannot say." if not times else GOOD
     if "structured_outputs" in payload:
         return str(payload["structured_outputs"]["choice"][0])
-    rating = payload["messages"][-1]["content"].startswith("Rate")
+    rating = str(payload["messages"][-1]["content"]).startswith("Rate")
     return str(times) if rating else f"That is {times}."
 
 
@@ -146,7 +147,10 @@ def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Blo
     for number in range(2):
         messages = [{"role": "user", "content": f"Why {number}?"}]
         text = f"It rains {number} times.\n\n" * 400
-        rows.append({"id": str(number), "text": text, "site": "a.org", "question": "Why?", "messages": messages})
+        row = {"id": str(number), "text": text, "site": "a.org", "question": "Why?", "messages": messages}
+        rows.append(row | {"image": f"{number}.png"})
+        Path("pages").mkdir(exist_ok=True)
+        Image.new("L", (2000, 10), number).save(f"pages/{number}.png")
     Path("input").mkdir()
     Path("input/0.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with FakeServer(answer) as server:

@@ -229,14 +229,14 @@ class Work:
     async def _admit(self) -> None:
         tasks = set()
         while True:
-            await self.limit.acquire()
+            await self.limit.acquire(0)
             self.documents += 1
             tasks.add(asyncio.create_task(self._process()))
 
     async def _process(self) -> None:
         await self._rollout(self._ask)
         self.documents -= 1
-        self.limit.release()
+        self.limit.release(0)
 
     async def _ask(self) -> None:
         target = await self.router.acquire(Request())

@@ -10,12 +10,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_output import ChunkWriting
 from datatrove_ckpt.testing import FakeServer
@@ -163,6 +164,81 @@ def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_chang
     with pytest.raises(OutputFailed, match=rf"'id 1' .*{said}.* in the writer's schema"):
         written(tmp_path, server, [[None, changed]], output_writer=parquet(tmp_path, schema=schema))
     assert not list((tmp_path / "output").glob("*.parquet"))
+
+
+# arrays --------------------------------------------------------------------------------------------------------------
+
+
+def vector(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+FIXED, ANY = "fixed_size_list<item: float>[2]", "list<item: float>"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "kind"),
+    [
+        ([vector(0.1, 2), vector(3, 4)], FIXED),
+        ([None, vector(0.1, 2), ...], FIXED),
+        ([vector(0.1, 2), vector(3)], ANY),
+        ([vector(0.1, 2), vector()], ANY),
+        ([vector(0.1, 2), [0.5, 1.5]], "list<item: double>"),
+        ([[vector(0.1, 2)], [], None], f"list<item: {FIXED}>"),
+        ([np.array([[0.1, 2], [3, 4]], np.float32)], f"list<item: {FIXED}>"),
+        ([{"a": vector(0.1, 2)}, {}], f"struct<a: {FIXED}>"),
+        ([np.array([1, 2], np.int64)], "list<item: int64>"),
+        ([np.array([0.1, 2])], "list<item: double>"),
+    ],
+)
+def test_float32_arrays_of_one_length_are_fixed_size_lists(
+    tmp_path: Path, server: FakeServer, chunk: list[Any], kind: str
+) -> None:
+    files = written(tmp_path, server, [chunk])
+    assert types(files) == [kind]
+    plain = json.loads(json.dumps([None if value is ... else value for value in chunk], default=lambda a: a.tolist()))
+    expected = [{"a": None} if value == {} else value for value in plain]
+    assert rows(files) == expected
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
+    "one length": ([[vector(1, 2)], [vector(3, 4)]], [FIXED, FIXED], FIXED, True),
+    "ragged first": ([[vector(1, 2), vector(3)], [vector(3, 4)]], [ANY, FIXED], ANY, True),
+    "ragged later": ([[vector(1, 2), vector(1, 2)], [vector(3, 4), vector(5)]], [FIXED, ANY], FIXED, False),
+    "another length": ([[vector(1, 2)], [vector(3)]], [FIXED, "fixed_size_list<item: float>[1]"], FIXED, False),
+    "none later": ([[vector(1, 2)], [...]], [FIXED], FIXED, True),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_files_with_arrays_load_as_one_or_it_is_said(
+    tmp_path: Path, server: FakeServer, name: str, log: list[str]
+) -> None:
+    values, kinds, kind, loads = LENGTHS[name]
+    files = written(tmp_path, server, values)
+    assert types(files[: len(kinds)]) == kinds
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == (0 if loads else 1)
+    assert ("column 'c' is fixed_size_list" in "".join(log)) is not loads
+    if loads:
+        found = ds.dataset([str(file) for file in files]).to_table().column("c")
+        assert str(found.type).replace("element: ", "item: ") == kind
+        assert found.to_pylist() == [None if v is ... else v.tolist() for chunk in values for v in chunk]
+    again = written(tmp_path / "b", server, values)
+    assert contents(again) == contents(files)
+
+
+def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None:
+    for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
+        schema = pa.schema([("id", pa.string()), ("c", kind)])
+        place = tmp_path / str(kind)
+        assert rows(written(place, server, [[vector(0.5, 2), None]], output_writer=parquet(place, schema=schema))) == [
+            [0.5, 2.0],
+            None,
+        ]
+    fixed = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32(), 2))])
+    with pytest.raises(DocumentNotSerializable, match=r"'id 1'.* expected 2 but got array of size 1"):
+        written(tmp_path, server, [[vector(1, 2), vector(1)]], output_writer=parquet(tmp_path, schema=fixed))
 
 
 # from chunk to chunk --------------------------------------------------------------------------------------------------

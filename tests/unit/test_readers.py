@@ -729,3 +729,31 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None
         assert list(JsonlReader(f"{tmp_path}/a").run()) == []
     with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
         _ = reading.resumed
+
+
+@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def test_large_rows_are_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: type[ParquetReader | IpcReader]
+) -> None:
+    monkeypatch.setattr("datatrove_ckpt.readers.tables._BATCH_BYTES", 70_000)
+    noise = random.Random(0)
+    table = pa.table({"text": [str(n) for n in range(50)], "image": [noise.randbytes(10_000) for _ in range(50)]})
+    if reader is ParquetReader:
+        pq.write_table(table, tmp_path / "0.parquet", row_group_size=20)
+    else:
+        with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
+            file.write_table(table)
+    taken: list[int] = []
+    convert = reader._convert
+
+    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
+        taken.append(batch.num_rows)
+        return convert(self, batch, *arguments)
+
+    monkeypatch.setattr(reader, "_convert", spied)
+    one = reader(tmp_path.as_posix())
+    found = list(one.run())
+    assert [document.text for document in found] == [str(n) for n in range(50)]
+    assert max(taken) <= 7
+    one.load_state_dict(state_of(found[32]))
+    assert [document.text for document in one.run()] == [str(n) for n in range(33, 50)]

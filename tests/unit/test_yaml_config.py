@@ -180,7 +180,8 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}",
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
          "prompt_column, generation_config, chars_per_token, tokenizer, tokenizer_revision, max_prompt_tokens, "
-         "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine."),
+         "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine, "
+         "images, max_image_side, media_folder."),
         (CONFIG, f"{CONFIG}\n          server_patience_seconds: 5",
          f'{RUNNER}: unknown key "server_patience_seconds"; it belongs in config of InferenceRunner.'),
         ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",

@@ -36,6 +36,8 @@ _WAYS = {  # it serves no classes
     "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
     "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
 }
+# How vectors are pooled, the GGUF file says; of a model that generates, pooling_type must.
+_TASK_FLAGS = {"embed": {"embedding": True}}
 
 
 class Llamacpp(Engine):
@@ -47,6 +49,7 @@ class Llamacpp(Engine):
         "",  # it preempts nothing
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
     )
+    task_flags = _TASK_FLAGS
     ways = _WAYS
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 

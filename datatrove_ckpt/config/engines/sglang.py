@@ -33,6 +33,7 @@ _WAYS = {
     "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n"), {"return_documents": False}),
     "tokenize": WayTo("/tokenize", ("prompt",)),
 }
+_TASK_FLAGS = {"embed": {"is-embedding": True}, "classify": {"is-embedding": True}}
 
 
 class SGLang(Engine):
@@ -46,6 +47,7 @@ class SGLang(Engine):
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     )
+    task_flags = _TASK_FLAGS
     ways = _WAYS
     causes = (
         (CONTEXT_TOO_LONG, r"longer than the model's context length"),

@@ -30,6 +30,8 @@ from datatrove_ckpt.redaction import HiddenDict
 # datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
 # beside which vLLM refuses Ray.
 _RAY = ("distributed-executor-backend", "ray")
+# vLLM then converts a model that generates (convert: embed) by itself.
+_TASK_FLAGS = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
 
 
 class Vllm(Engine):
@@ -45,6 +47,7 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     )
+    task_flags = _TASK_FLAGS
     ways = VLLM_WAYS
     drain_seconds = 30.0  # Slurm's default for KillWait
     causes = (

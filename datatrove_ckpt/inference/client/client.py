@@ -66,6 +66,7 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
+from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, AttemptLost, HealthProbe, Request, Router, Target
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
@@ -347,7 +348,7 @@ class CompletionClient:
             target.transports[way.path] = found
         return found
 
-    async def complete(self, body: bytes, way: Way | None = None) -> Completion:
+    async def complete(self, body: AnyBody, way: Way | None = None) -> Completion:
         """The answer to one request.
 
         Args:
@@ -433,7 +434,7 @@ class CompletionClient:
             f"Last cause: {deaths[-1].cause}"
         )
 
-    async def _attempt(self, target: Target, request: Request, body: bytes, way: Way) -> Completion:
+    async def _attempt(self, target: Target, request: Request, body: AnyBody, way: Way) -> Completion:
         if not target.up:  # it died after it was assigned to this request
             raise AttemptLost
         transport = self._transport(target, way)
@@ -469,7 +470,7 @@ class CompletionClient:
         return answer
 
     async def _send(
-        self, target: Target, transport: Transport, request: Request, body: bytes, started_at: float, way: Way
+        self, target: Target, transport: Transport, request: Request, body: AnyBody, started_at: float, way: Way
     ) -> Completion:
         try:
             raw = await post(transport, body, self._config.model_name_or_path)

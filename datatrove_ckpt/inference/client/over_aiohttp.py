@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, RemoteProtocolError, Response, is_silent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
@@ -83,11 +85,17 @@ class AiohttpTransport:
             trust_env=proxied,
         )
 
-    async def send(self, body: bytes = b"") -> Response:
-        data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+    async def send(self, body: AnyBody = b"") -> Response:
+        headers = self._headers
+        data: bytes | io.BytesIO | AsyncIterator[bytes]
+        if isinstance(body, Body):
+            headers = HiddenDict({**headers, "Content-Length": str(len(body))})
+            data = _pieces(body)
+        else:
+            data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
         try:
             async with self._session.request(
-                self._method, self.url.reveal(), data=data or None, headers=self._headers, allow_redirects=False
+                self._method, self.url.reveal(), data=data or None, headers=headers, allow_redirects=False
             ) as response:
                 try:
                     answer = await _read_body(response)
@@ -104,6 +112,11 @@ class AiohttpTransport:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+async def _pieces(body: Body) -> AsyncIterator[bytes]:
+    for piece in body:
+        yield piece
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:

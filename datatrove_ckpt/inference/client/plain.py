@@ -29,11 +29,13 @@ import os
 import re
 import socket
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
+from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
@@ -297,23 +299,38 @@ class _Connection(asyncio.Protocol):
         self._create_future = asyncio.get_running_loop().create_future
         self.idle_since = 0.0
         self._response: asyncio.Future[Response] | None = None
+        self._unsent: Iterator[bytes] | None = None
+        self._paused = False
         self._parser: ResponseParser
 
-    def request(self, head: HiddenBytes, body: bytes) -> asyncio.Future[Response]:
+    def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
         """Sends a request. The future receives the response, or the error that prevented it."""
         self._parser = ResponseParser()
         self._response = response = self._create_future()
         # HiddenBytes, because asyncio's frames hold what they write.
-        if len(body) <= _MAX_COPIED_BYTES:
+        if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
             self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))
         else:
             self._transport.write(HiddenBytes(b"%s%d\r\n\r\n" % (head, len(body))))
-            self._transport.write(body)
+            if isinstance(body, bytes):
+                self._transport.write(body)
+            else:
+                self._unsent = iter(body)
+                self._send_pieces()
         return response
+
+    def _send_pieces(self) -> None:
+        """Sends a body as far as the server takes it. asyncio says when to go on."""
+        while self._unsent is not None and not self._paused:
+            if (piece := next(self._unsent, None)) is None:
+                self._unsent = None
+            else:
+                self._transport.write(piece)
 
     def abort(self, error: Exception | None = None) -> None:
         """Closes the connection at once. A request in flight fails with ``error``."""
         self.usable = False
+        self._unsent = None
         self._transport.abort()
         response, self._response = self._response, None
         if response is None or response.done():
@@ -332,6 +349,13 @@ class _Connection(asyncio.Protocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.descriptor: int = sock.fileno()
 
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._send_pieces()
+
     def data_received(self, data: bytes) -> None:
         if self._response is None:
             self.abort()  # the server sent bytes without a request
@@ -347,7 +371,8 @@ class _Connection(asyncio.Protocol):
         response, self._response = self._response, None
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
         # the write buffer then, and the connection cannot be used again.
-        if self._parser.status >= 300 or not self._parser.reusable or self._transport.get_write_buffer_size():
+        unsent = self._unsent is not None or self._transport.get_write_buffer_size()
+        if self._parser.status >= 300 or not self._parser.reusable or unsent:
             self.abort()
         if response is not None and not response.done():
             response.set_result(self._parser.response())
@@ -412,7 +437,7 @@ class PlainTransport:
         self._lookup_started_at = 0.0
         self._last_connected: Any = None
 
-    async def send(self, body: bytes = b"") -> Response:
+    async def send(self, body: AnyBody = b"") -> Response:
         """Sends one request. Returns the response, whatever its status.
 
         Raises:

@@ -14,6 +14,7 @@ import orjson
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
+from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
@@ -86,7 +87,7 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
         await transport.close()
 
 
-async def post(transport: Transport, body: bytes, model: str) -> bytes:
+async def post(transport: Transport, body: AnyBody, model: str) -> bytes:
     """The body of an answer (200, 201, 203). ``model`` appears in error messages only.
 
     Raises:
@@ -110,7 +111,7 @@ async def post(transport: Transport, body: bytes, model: str) -> bytes:
         return response.body
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
-    note_sent(orjson.loads(body))
+    note_sent(orjson.loads(body.text if isinstance(body, Body) else body))
     raise _error(response, url, model, transport.redact)
 
 

@@ -1,0 +1,80 @@
+"""How much memory this process may use, and budgets of it for data that comes in large pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+WORKERS_VARIABLE = "DATATROVE_CKPT_WORKERS"
+"""The environment variable with the number of worker processes that share this machine's memory."""
+_SHARE = 4  # of this process's memory; another quarter is for what is made of the data
+
+
+@cache
+def media_bytes() -> int:
+    """How many bytes of media this process may hold at once: a quarter of the memory that it may use."""
+    return usable_memory() // _SHARE // max(1, int(os.environ.get(WORKERS_VARIABLE) or 1))
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes: the machine's memory, or what the cgroups of this process (a container, a Slurm job) leave of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers in ("", "memory"):
+            top = root / "sys/fs/cgroup" / controllers
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):  # each one above limits those below
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    limits += [int(found) for found in [_text(folder / name).strip()] if found.isdecimal()]
+                if folder == top:
+                    break
+    return min(limits)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class ByteBudget:
+    """Lets tasks of one event loop hold that many bytes together. One that asks for more than all goes alone.
+
+    Each asks once for all that it needs, and those that wait go in order, so none waits for ever.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, size: int) -> None:
+        """Returns when there is room for ``size`` bytes, and takes it."""
+        if not self._waiting and self._has_room(size):
+            self.held += size
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.release(size)
+            raise
+
+    def release(self, size: int) -> None:
+        """Gives ``size`` bytes back; some of those that were taken, or all."""
+        self.held -= size
+        while self._waiting and (self._waiting[0][1].done() or self._has_room(self._waiting[0][0])):
+            size, future = self._waiting.popleft()
+            if not future.done():  # else it was cancelled
+                self.held += size
+                future.set_result(None)
+
+    def _has_room(self, size: int) -> bool:
+        return self.held + size <= self.limit or not self.held

@@ -1,0 +1,158 @@
+"""Rollouts whose answer is no text: a vector, or the probabilities of labels."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import numpy as np
+from datatrove.data import Document
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.interface import Generate, Payload
+from datatrove_ckpt.rollouts.prompt import filled_text
+from datatrove_ckpt.rollouts.settings import WholeText
+from datatrove_ckpt.rollouts.templates import check_template
+
+
+@dataclass
+class _NoText(WholeText):
+    """What the two have in common: one text is sent, and nothing is generated."""
+
+    prompt: str = "{text}"
+    _: KW_ONLY
+    params: Payload | None = None
+
+    uses_chat: ClassVar[bool | None] = None
+    _way: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_template(self.prompt)
+        if self.generation_config is not None:
+            raise ConfigError("generation_config: nothing is generated; remove it.")
+        self._check_params("params", self.params)
+        super().__post_init__()
+
+    def _fit(self, config: InferenceConfig) -> None:
+        if lacks := config.engine.lacks(self._way):
+            raise ConfigError(f"rollout_fn: {lacks}.")
+        super()._fit(config)
+
+
+@dataclass
+class EmbedRollout(_NoText):
+    """One embedding per document: the vector of its text.
+
+    The result is ``{"embedding": vector}``, in float32. With ``column`` the vector is in the document's metadata, so
+    that it can be a column of a table, and the result says its name and length.
+
+    Attributes:
+        prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
+        dimensions: numbers to keep of each vector, the first ones (Matryoshka). None: all.
+        normalize: divide vectors by their length.
+        column: metadata key of the vector.
+        params: further payload keys.
+        max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.
+
+    ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
+
+    Raises:
+        ConfigError: a setting that cannot work; at the first document, if the model's vectors are shorter than
+            ``dimensions``, or the document has a ``column`` of that name.
+    """
+
+    _: KW_ONLY
+    dimensions: int | None = None
+    normalize: bool = False
+    column: str | None = None
+
+    _way: ClassVar[str] = "embed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimensions is not None and self.dimensions < 1:
+            raise ConfigError(f"dimensions: must be >= 1; it is {self.dimensions!r}.")
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if self.column is not None and config.rollouts_per_document > 1:
+            raise ConfigError("column: holds one vector, so rollouts_per_document must be 1.")
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> dict[str, object]:
+        if self.column is not None and self.column in document.metadata:
+            raise ConfigError(
+                f"column: document {document.id!r} has metadata {self.column!r} already, which would be lost. Give "
+                "another name."
+            )
+        vector = await generate.embed(await filled_text(self, self.prompt, document), **(self.params or {}))
+        if self.dimensions is not None:
+            if len(vector) < self.dimensions:
+                raise ConfigError(
+                    f"dimensions: is {self.dimensions}, but the model's vectors have {len(vector)} numbers."
+                )
+            vector = vector[: self.dimensions]
+        if self.normalize and (length := np.linalg.norm(vector)) > 0:
+            vector = vector / length
+        if self.column is None:
+            return {"embedding": vector}
+        document.metadata[self.column] = vector
+        return {"column": self.column, "dimensions": len(vector)}
+
+
+@dataclass
+class ClassifyRollout(_NoText):
+    """The label that a classification model gives to each document.
+
+    The result has ``label``, ``score`` (its probability) and ``scores`` (each label's).
+
+    Attributes:
+        prompt: the text that is classified.
+        labels: names of the model's classes, in its order (``id2label``). None: servers name the best one only, and the
+            others are numbers.
+        keep: labels to look at. None: all.
+        threshold: a document whose label has a lower score is dropped.
+        params: further payload keys.
+
+    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and
+    ``chars_per_token`` are those of PromptRollout.
+
+    Raises:
+        ConfigError: a setting that cannot work; at the first document, if the model has other classes.
+    """
+
+    _: KW_ONLY
+    labels: list[str] | None = None
+    keep: list[str] | None = None
+    threshold: float | None = None
+
+    _way: ClassVar[str] = "classify"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("labels", "keep"):
+            if (given := getattr(self, name)) is not None and (not given or len(set(given)) < len(given)):
+                raise ConfigError(f"{name}: {given!r} is not a list of different labels.")
+        if self.labels is not None:
+            self._check_kept(self.labels)
+
+    def _check_kept(self, labels: Collection[str]) -> None:
+        if unknown := [one for one in self.keep or () if one not in labels]:
+            raise ConfigError(
+                f"keep: the model has no {', '.join(unknown)}; its labels: {', '.join(labels)}."
+                f"{' Servers name the best one only: set labels.' * (self.labels is None)}"
+            )
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        text = await filled_text(self, self.prompt, document)
+        found = await generate.classify(text, self.labels, **(self.params or {}))
+        label, scores = found.label, found.scores
+        if self.keep is not None:
+            self._check_kept(scores)
+            scores = {one: scores[one] for one in self.keep}
+            label = max(scores, key=scores.__getitem__)  # the first one of several
+        score = found.score if self.keep is None else scores[label]
+        if self.threshold is not None and score < self.threshold:
+            return None
+        return {"label": label, "score": score, "scores": scores}

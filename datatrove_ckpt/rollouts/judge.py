@@ -1,0 +1,186 @@
+"""A model that scores documents or answers: the judge."""
+
+# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+
+import re
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.answers import CANNED
+from datatrove_ckpt.rollouts.chunked import sum_usage
+from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
+from datatrove_ckpt.rollouts.media import with_media
+from datatrove_ckpt.rollouts.prompt import PromptRollout
+from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
+
+_OF_THE_ANSWER = ("system_prompt", "generation_params", "generation_config", "json_schema", "regex", "choice")
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+@dataclass
+class Judged(PromptRollout):
+    """The settings of rollouts that may have a judge."""
+
+    _: KW_ONLY
+    judge_prompt: str | None = None
+    judge_params: Payload | None = None
+    judge: str | None = None
+    score_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("judge", "judge_params", "score_pattern"):
+            if getattr(self, name) is not None and self.judge_prompt is None:
+                raise ConfigError(f"{name}: there is no judge; set judge_prompt.")
+        self._check_params("judge_params", self.judge_params)
+        check_pattern("score_pattern", self.score_pattern)
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if not config.name:
+            self.judge = None  # there is one model
+        elif self.judge not in (None, *config.models):
+            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
+
+    def _check_shows_answer(self, what: str) -> None:
+        if self.judge_prompt is not None and ("", "metadata", "answer") not in parse(self.judge_prompt, "judge_prompt"):
+            raise ConfigError(f"judge_prompt: has no {{answer}}, so {what}.")
+
+    def _judge(self, generate: Generate) -> Generate:
+        """Whom the judge's requests go to."""
+        asked: Generate = generate if self.judge is None else getattr(generate, self.judge)
+        return asked
+
+    async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
+        assert self.judge_prompt is not None
+        source = prompt_source(document, self.prompt_column)
+        text = source if isinstance(source, str) else document.text
+        template = self.judge_prompt
+
+        def filled(text: str) -> str:
+            return fill(template, document, text, **answer)
+
+        content = filled(await self._cut(template, filled, text, None))
+        params = {"temperature": 0} if self.judge_params is None else self.judge_params
+        return with_media(chat_payload(None, content, params), parts)
+
+    def _score(self, said: str) -> float | None:
+        found = _NUMBER.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
+        return float(found[0]) if found else None
+
+
+@dataclass
+class JudgeRollout(Judged):
+    """A judge scores each document, or an answer that another model gives about it.
+
+    The result has ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the judge's answer, and its ``score``.
+    With ``prompt``, ``text``, ``finish_reason`` and ``reasoning`` are those of the answer that is judged, ``usage`` is
+    that of both, and ``judgement`` is the judge's text.
+
+    Attributes:
+        prompt: the user message whose answer is judged. None: the judge scores the document itself.
+        judge_prompt: the judge's user message; ``{answer}`` is the answer.
+        judge_params: payload keys of the judge's requests. None: a temperature of 0.
+        judge: the judge's name among several models. A single model is its own judge.
+        score_pattern: a regular expression. The score is the first number in its last match (its first group, if it has
+            one). None: the first number in the judge's answer.
+        lowest, highest: the least and the greatest valid score.
+        threshold: a document with a lower score is dropped.
+        answer_attempts: attempts to get a valid score; a further one shows the judge what is wrong. Also those to get
+            an answer of a form.
+        invalid_answer: of a document without a valid score or answer: "fail", or "drop".
+
+    All other settings are those of PromptRollout, for the answer that is judged.
+
+    Raises:
+        ConfigError: as PromptRollout, or settings with which nothing can be judged.
+    """
+
+    prompt: str | None = None  # type: ignore[assignment]
+    _: KW_ONLY
+    judge: str | None = "judge"
+    lowest: float | None = None
+    highest: float | None = None
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.judge_prompt is None:
+            raise ConfigError("judge_prompt: is missing; it is what the judge is asked.")
+        if self.prompt is None:
+            for name in _OF_THE_ANSWER:
+                if getattr(self, name):
+                    raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
+        else:
+            self._check_shows_answer("the judge would not see the answer")
+        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
+            raise ConfigError(f"lowest: is {self.lowest!r}, more than highest, which is {self.highest!r}.")
+        super().__post_init__()
+
+    @property
+    def first_template(self) -> str:
+        return "judge_prompt" if self.prompt is None else "prompt"
+
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if config.engine.is_canned:
+            self.form_for = CANNED
+
+    async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        async with self._media(document) as parts:
+            return await self._scored(document, generate, parts)
+
+    async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
+        judge = self._judge(generate)
+        answer: InferenceResult | None = None
+        if self.prompt is not None:
+            (answer,) = await self._ask(generate, [await self._payload(document, parts)])
+            if answer is None:
+                return None
+        payload = await self._to_judge(document, parts, **({} if answer is None else {"answer": str(answer.text)}))
+        if self.form_for == CANNED:
+            judged = await judge(payload)
+        else:
+            (found,) = await self._ask_until(self._read_score, "judge_prompt", True, judge, [payload])
+            if found is None:
+                return None
+            judged = found
+        score = self._score(str(judged.text))
+        if score is not None and self.threshold is not None and score < self.threshold:
+            return None
+        main = judged if answer is None else answer
+        result = {"text": main.text, "finish_reason": main.finish_reason, "usage": judged.usage}
+        result |= {"reasoning": main.reasoning, "score": score}
+        if answer is None:
+            return result
+        return {**result, "usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
+
+    def _read_score(self, said: str) -> tuple[str, str]:
+        """The judge's answer, and what is wrong with it."""
+        score = self._score(said)
+        if score is None:
+            return said, f"it has no number{' where score_pattern looks for it' * (self.score_pattern is not None)}"
+        least, most = self.lowest, self.highest
+        if (least is not None and score < least) or (most is not None and score > most):
+            named = [("at least", least), ("at most", most)]
+            bounds = " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None)
+            return said, f"its score is {score:g}, and must be {bounds}"
+        return said, ""
+
+
+def check_pattern(setting: str, pattern: str | None) -> None:
+    """Raises ConfigError if it is not a regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"{setting}: {pattern!r} is not a regular expression: {error}.") from None
+
+
+def last_match(pattern: str, text: str) -> str:
+    """What the pattern matches last in the text: its first group, if it has one; "" if it matches nothing."""
+    found = list(re.finditer(pattern, text))
+    return (found[-1][1 if found[-1].re.groups else 0] or "") if found else ""

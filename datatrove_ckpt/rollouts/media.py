@@ -1,0 +1,435 @@
+"""Pictures, sound and files of documents as parts of a message, in OpenAI's form.
+
+What a part is, its first bytes tell, never a name. A part holds a reference to the bytes: they become base64 only while
+the request is sent (``inference/client/body.py``), and stand in its cache key as their hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import posixpath
+import sys
+import threading
+from binascii import Error as Base64Error
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
+from weakref import WeakKeyDictionary
+
+import orjson
+import xxhash
+from datatrove.data import Document, Media
+
+from datatrove_ckpt import retrying
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import error_text, missing_package
+from datatrove_ckpt.process.memory import ByteBudget, media_bytes
+from datatrove_ckpt.rollouts.interface import Payload
+from datatrove_ckpt.rollouts.templates import lacks
+
+MEDIA = "media"
+"""``images`` of a document's own media, and not of a column."""
+
+_STARTS = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+    (b"II*\0", "image/tiff"),
+    (b"MM\0*", "image/tiff"),
+    (b"ID3", "audio/mp3"),
+    (b"fLaC", "audio/flac"),
+    (b"OggS", "audio/ogg"),
+    (b"%PDF-", "application/pdf"),
+)
+_RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
+_DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # a picture of 10 MB may take 500 MB then
+_DECODERS = threading.BoundedSemaphore(_DECODED_AT_ONCE)
+_BUDGETS: WeakKeyDictionary[asyncio.AbstractEventLoop, ByteBudget] = WeakKeyDictionary()
+
+
+class InvalidMedia(ValueError):
+    """A document's picture, sound or file is missing or damaged, or of a type that cannot be sent."""
+
+
+class MediaData:
+    """Bytes in a payload, in the place of their base64.
+
+    Attributes:
+        data: the bytes.
+        kind: their type, such as "image/png".
+        prefix: what stands before the base64, such as "data:image/png;base64,".
+        key: stands for them in the cache key.
+    """
+
+    __slots__ = ("data", "key", "kind", "prefix")
+
+    def __init__(self, data: bytes, kind: str, prefix: str, key: str) -> None:
+        self.data, self.kind, self.prefix, self.key = data, kind, prefix, key
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {len(self.data)} bytes>"
+
+
+def media_key(value: object) -> orjson.Fragment:
+    """orjson's ``default`` for the hash of a payload. No text in JSON has a NUL, so it stands for nothing else.
+
+    Raises:
+        TypeError: JSON cannot express the value.
+    """
+    if isinstance(value, MediaData):
+        return orjson.Fragment(b'"\0%s"' % f"{value.prefix}{value.key}".encode())
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]]:
+    """A payload's JSON before, between and after its media, and the bytes that are to be base64 between them."""
+    found: list[bytes] = []
+
+    def place(value: object) -> orjson.Fragment:
+        if not isinstance(value, MediaData):
+            return media_key(value)
+        found.append(value.data)
+        return orjson.Fragment(b'"%s\0"' % value.prefix.encode())
+
+    return orjson.dumps(payload, option=option, default=place).split(b"\0"), found
+
+
+# parts ----------------------------------------------------------------------------------------------------------------
+
+
+def kind_of(data: bytes) -> str | None:
+    """The type that the first bytes tell, such as "image/png"; None: none that can be sent."""
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12])
+    if data[:2] == b"BM" and data[6:10] == bytes(4):
+        return "image/bmp"
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # a frame of MPEG audio, layer III
+        return "audio/mp3"
+    return next((kind for start, kind in _STARTS if data.startswith(start)), None)
+
+
+def media_part(data: bytes, filename: str = "document.pdf", key: str = "") -> Payload:
+    """A part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...}, media_part(data)]}``.
+
+    A request with it takes the memory of ``data`` and not that of its base64.
+
+    Args:
+        data: a picture (PNG, JPEG, GIF, WebP, BMP, TIFF), sound (WAV, MP3, FLAC, OGG) or PDF.
+        filename: for the model, of a PDF.
+        key: stands for the data in the request's cache key; "": its hash.
+
+    Raises:
+        InvalidMedia: it is none of these.
+    """
+    try:
+        return _made_part(data, filename, key)
+    except InvalidMedia as error:
+        raise InvalidMedia(f"media_part: the data {error}") from None
+
+
+def _made_part(data: bytes, filename: str, key: str) -> Payload:
+    if not data:
+        raise InvalidMedia("is empty")
+    kind = kind_of(data)
+    if kind is None:
+        raise InvalidMedia(
+            f"is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, PDF); its first "
+            f"bytes are {data[:12]!r}"
+        )
+    group, _, ending = kind.partition("/")
+    prefix = "" if group == "audio" else f"data:{kind};base64,"
+    value = MediaData(data, kind, prefix, key or xxhash.xxh3_128_hexdigest(data))
+    if group == "audio":
+        return {"type": "input_audio", "input_audio": {"data": value, "format": ending}}
+    if group == "image":
+        return {"type": "image_url", "image_url": {"url": value}}
+    return {"type": "file", "file": {"filename": filename, "file_data": value}}
+
+
+def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
+    """The payload, the last message of the user with the parts after its text."""
+    if not parts:
+        return payload
+    messages = payload["messages"]
+    at = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=None)
+    if at is None:
+        return {**payload, "messages": [*messages, {"role": "user", "content": [*parts]}]}
+    content = messages[at].get("content")
+    if isinstance(content, str) or content is None:
+        content = [{"type": "text", "text": content}] if content else []
+    message = {**messages[at], "content": [*content, *parts]}
+    return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
+
+
+# what a document has --------------------------------------------------------------------------------------------------
+
+
+class _Medium(NamedTuple):
+    """One of a document's media. ``name``: for messages; ``data`` may be a picture of Pillow."""
+
+    name: str = ""
+    data: Any = None
+    url: str | None = None
+    path: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+def values_of(document: Document, images: str) -> list[object]:
+    """The document's media, or those in a metadata column.
+
+    Raises:
+        ConfigError: there is no such column.
+        InvalidMedia: there is nothing in it.
+    """
+    if images != MEDIA and images not in document.metadata:
+        raise lacks(document, "images", images)
+    value = document.media if images == MEDIA else document.metadata[images]
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not [one for one in values if one is not None]:
+        where = "no media" if images == MEDIA else f"nothing in {images!r}"
+        raise InvalidMedia(f"images: the document has {where}. Filter such documents out before the InferenceRunner")
+    return values
+
+
+def _medium(value: object) -> _Medium:
+    """
+    Raises:
+        InvalidMedia: it is none.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _Medium(data=bytes(value))
+    if isinstance(value, str):
+        return _from_text(value)
+    if isinstance(value, dict):
+        found = _Medium(
+            data=value.get("media_bytes", value.get("bytes")),
+            url=value.get("url"),
+            path=value.get("path"),
+            offset=value.get("offset"),
+            length=value.get("length"),
+        )
+    elif isinstance(value, Media):
+        found = _Medium("", value.media_bytes, value.url, value.path, value.offset, value.length)
+    elif (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
+        return _Medium(data=value)
+    else:
+        raise InvalidMedia(f"is of type {type(value).__name__}, and no bytes, path or URL")
+    name = found.path or found.url or ""
+    if found.data is not None:
+        return found._replace(name=name)
+    if found.path:
+        return found._replace(name=name, url=None)
+    if not found.url:
+        raise InvalidMedia("has no bytes, no path and no URL")
+    return _from_text(found.url, is_url=True)
+
+
+def _from_text(text: str, is_url: bool = False) -> _Medium:
+    if text.startswith("data:"):
+        head, _, content = text.partition(",")
+        try:
+            data = base64.b64decode(content, validate=True) if head.endswith(";base64") else unquote_to_bytes(content)
+        except Base64Error as error:
+            raise InvalidMedia(f"({head},...) is damaged: {error}") from None
+        return _Medium(name=head, data=data)
+    if text.startswith(("http://", "https://")):
+        return _Medium(name=text, url=text)
+    if is_url or not text:
+        raise InvalidMedia(f"({text!r}) is no http(s) or data URL" if text else "is empty")
+    return _Medium(name=text, path=text)
+
+
+class MediaSettings(NamedTuple):
+    """How a rollout takes a document's media: see ``PromptRollout``."""
+
+    images: str
+    max_image_side: int | None
+    media_folder: str | None
+
+
+@asynccontextmanager
+async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator[list[Payload]]:
+    """The parts for a document's media. Files are read here, and count against a budget of bytes until the end.
+
+    Raises:
+        ConfigError: a document names a file, and no folder is set.
+        InvalidMedia: a medium cannot be sent.
+    """
+    media = [_named(number, value) for number, value in enumerate(values_of(document, settings.images), 1)]
+    files = [one for _, one in media if one.data is None and one.path]
+    if files and settings.media_folder is None:
+        raise ConfigError(
+            f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set media_folder to the folder "
+            "below which files that documents name may be read and sent."
+        )
+    in_thread = bool(files) or settings.max_image_side or any(not isinstance(one.data, bytes) for _, one in media)
+    if not in_thread:
+        yield [_part(name, one, settings) for name, one in media]
+        return
+    budget = _BUDGETS.setdefault(asyncio.get_running_loop(), ByteBudget(media_bytes()))
+    held = await asyncio.to_thread(_sizes, media, settings) if files else 0
+    await budget.acquire(held)
+    try:
+        parts = await asyncio.to_thread(lambda: [_part(name, one, settings) for name, one in media])
+        needed = sum(len(data.data) for data in data_of(parts)) if files else 0
+        budget.release(held - needed)  # a picture that was made smaller
+        held = needed
+        yield parts
+    finally:
+        budget.release(held)
+
+
+def data_of(parts: Iterable[Payload]) -> list[MediaData]:
+    """The bytes in the parts."""
+    values = [value for part in parts for value in part[part["type"]].values()]
+    return [value for value in values if isinstance(value, MediaData)]
+
+
+def _named(number: int, value: object) -> tuple[str, _Medium]:
+    try:
+        medium = _medium(value)
+    except InvalidMedia as error:
+        raise InvalidMedia(f"images: medium {number} {error}") from None
+    return f"images: medium {number}{f' ({medium.name[:200]})' if medium.name else ''}", medium
+
+
+def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
+    data, side = medium.data, settings.max_image_side
+    if data is None and medium.url:
+        return {"type": "image_url", "image_url": {"url": medium.url}}
+    try:
+        if data is None:
+            data = _read(name, medium, settings)
+        elif not isinstance(data, bytes):
+            data = _as_png(data) if hasattr(data, "getbands") else bytes(data)
+        if side is None or not (kind_of(data) or "").startswith("image/"):
+            return _made_part(data, posixpath.basename(medium.path or "") or "document.pdf", "")
+        # The key is of the picture as it came: another release of Pillow makes it smaller in another way.
+        return _made_part(resized(data, side), "", f"{xxhash.xxh3_128_hexdigest(data)} {side}")
+    except InvalidMedia as error:
+        raise InvalidMedia(f"{name} {error}") from error.__cause__
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
+    """The file system, and the path there. Names in documents are not trusted: none leads out of the folder.
+
+    Raises:
+        InvalidMedia: it does.
+    """
+    from fsspec.core import url_to_fs
+
+    folder = str(settings.media_folder)
+    filesystem, root = url_to_fs(folder)
+    path = str(medium.path)
+    for start in (root, folder):
+        path = path.removeprefix(start.rstrip("/") + "/")
+    inside = posixpath.normpath(path)
+    if inside.startswith(("/", "..")) or "://" in path:
+        raise InvalidMedia(f"lies outside of media_folder, which is {folder}")
+    return filesystem, f"{root.rstrip('/')}/{inside}"
+
+
+def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int:
+    """Bytes of the files. What cannot be found now counts nothing, and is named when it is read."""
+    total = 0
+    for _, medium in media:
+        if medium.data is None and medium.path:
+            try:
+                filesystem, path = _open_at(medium, settings)
+                total += medium.length if medium.length is not None else filesystem.size(path) or 0
+            except Exception:
+                continue
+    return total
+
+
+def _read(name: str, medium: _Medium, settings: MediaSettings) -> bytes:
+    filesystem, path = _open_at(medium, settings)
+
+    def read() -> bytes:
+        with filesystem.open(path, "rb") as file:
+            if medium.offset:
+                file.seek(medium.offset)
+            return bytes(file.read(-1 if medium.length is None else medium.length))
+
+    try:
+        return retrying.READING.run(read, name)
+    except OSError as error:
+        if retrying.READING.passes(error):  # an outage, which is not the document's fault
+            raise
+        raise InvalidMedia(f"cannot be read: {error_text(error)}") from error
+
+
+# pictures -------------------------------------------------------------------------------------------------------------
+
+
+def check_pillow() -> None:
+    """Raises ConfigError if Pillow is not installed."""
+    if (advice := missing_package("PIL")) is not None:
+        raise ConfigError(f"max_image_side: {advice}")
+
+
+def resized(data: bytes, side: int) -> bytes:
+    """The picture, with at most ``side`` pixels on its longest side. One that is small enough stays as it is.
+
+    JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures give equal bytes
+    with one release of Pillow.
+
+    Raises:
+        InvalidMedia: it is damaged.
+    """
+    from PIL import Image, ImageOps
+
+    with _DECODERS:
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                image.load()
+                if max(image.size) <= side:
+                    return data
+                kept = image.format in ("JPEG", "MPO")
+                turned = ImageOps.exif_transpose(image)  # the new file has no Exif data
+                if turned.mode.startswith("I"):  # of 16 bits
+                    turned = turned.convert("I").point(lambda value: value / 256).convert("L")
+                elif turned.mode not in ("L", "LA", "RGB", "RGBA"):
+                    turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
+                scale = side / max(turned.size)
+                size = (max(1, round(turned.width * scale)), max(1, round(turned.height * scale)))
+                made = io.BytesIO()
+                smaller = turned.resize(size, Image.Resampling.LANCZOS)
+                smaller.save(made, "JPEG" if kept else "PNG", **({"quality": 90} if kept else {}))
+                return made.getvalue()
+        except Exception as error:  # Pillow's plugins raise anything for a damaged file
+            raise InvalidMedia(f"is damaged, or no whole picture: {error_text(error)}") from error
+
+
+def _as_png(image: Any) -> bytes:
+    made = io.BytesIO()
+    with _DECODERS:
+        try:
+            image.save(made, "PNG")
+        except Exception as error:
+            raise InvalidMedia(f"is damaged, or cannot be PNG: {error_text(error)}") from error
+    return made.getvalue()
+
+
+# what is written ------------------------------------------------------------------------------------------------------
+
+
+def without_bytes(value: object) -> object:
+    """A column that was sent, without the bytes: paths, URLs and other values stay."""
+    if isinstance(value, list | tuple):
+        return [without_bytes(one) for one in value]
+    if isinstance(value, dict):
+        return {name: None if name in ("bytes", "media_bytes") else without_bytes(one) for name, one in value.items()}
+    if isinstance(value, str):
+        return None if value.startswith("data:") else value
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return value if is_plain else None

@@ -1,0 +1,466 @@
+"""Pictures, sound and files of documents in requests: sent whole, not written, named when they are damaged."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import random
+import shutil
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+from datatrove.data import Document, Media
+from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
+from datatrove.pipeline.writers import JsonlWriter
+from PIL import Image
+
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
+from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
+from datatrove_ckpt.rollouts.media import kind_of, resized
+from datatrove_ckpt.testing import FakeServer
+from tests.bench.media import measured
+from tests.commands import Command
+from tests.jobs import Budget, letters, rows, runner
+from tests.pages import ROOT
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+PDF = b"%PDF-1.7 a page"
+WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (60, 40), form: str = "PNG", **options: Any) -> bytes:
+    noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
+    made = io.BytesIO()
+    Image.frombytes("RGB", size, noise).save(made, form, **options)
+    return made.getvalue()
+
+
+def media(data: bytes | None, name: str = "", **fields: Any) -> Media:
+    return Media(id=name, type=0, url=fields.pop("url", ""), media_bytes=data, **fields)
+
+
+def pages(number: int) -> list[Document]:
+    return [Document(f"page {index}", f"id {index}", [media(picture(index), f"m{index}")]) for index in range(number)]
+
+
+def parts(server: FakeServer, number: int = -1) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = server.payloads[number]["messages"][-1]["content"]
+    return content
+
+
+def sent(server: FakeServer, number: int = -1) -> list[bytes]:
+    """The bytes of the pictures in a payload."""
+    urls = [part["image_url"]["url"] for part in parts(server, number) if part["type"] == "image_url"]
+    return [base64.b64decode(url.partition(";base64,")[2]) for url in urls]
+
+
+def url_of(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+# what is sent ---------------------------------------------------------------------------------------------------------
+
+
+def test_media_follow_the_text_and_their_bytes_are_not_written(server: FakeServer, tmp_path: Path) -> None:
+    document = Document(
+        "Read.", "0", [media(picture(), "a", path="a.png"), media(WAV, "b"), media(PDF, path="x/c.pdf")]
+    )
+    runner(tmp_path, server, PromptRollout(images="media")).run([document])
+    assert parts(server) == [
+        {"type": "text", "text": "Read."},
+        {"type": "image_url", "image_url": {"url": url_of(picture())}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}},
+        {"type": "file", "file": {"filename": "c.pdf", "file_data": url_of(PDF, "application/pdf")}},
+    ]
+    (row,) = rows(tmp_path)
+    assert [one["media_bytes"] for one in row["media"]] == [None] * 3
+    assert [one["id"] for one in row["media"]] == ["a", "b", ""]
+    assert [one["path"] for one in row["media"]] == ["a.png", None, "x/c.pdf"]
+
+
+def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path) -> None:
+    template = "${rank}_chunk_${chunk_index}.jsonl"
+    saves = JsonlWriter(str(tmp_path / "output"), template, compression=None, save_media_bytes=True)
+    runner(tmp_path, server, PromptRollout(images="media"), output_writer=saves).run(pages(1))
+    assert base64.b64decode(rows(tmp_path)[0]["media"][0]["media_bytes"]) == picture()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        picture(),
+        bytearray(picture()),
+        url_of(picture()),
+        {"bytes": picture(), "path": "a.png"},
+        {"bytes": None, "path": "a.png"},
+        "a.png",
+        "below/../a.png",
+        [picture()],
+        Image.open(io.BytesIO(picture())),
+    ],
+    ids=["bytes", "bytearray", "data URL", "datasets", "datasets path", "path", "dots", "list", "Pillow"],
+)
+def test_a_column_may_hold_each_form_of_a_picture(server: FakeServer, tmp_path: Path, value: Any) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    rollout = PromptRollout("What is it?", images="page", media_folder=str(tmp_path))
+    runner(tmp_path, server, rollout).run([Document("x", "0", metadata={"page": value, "other": 1})])
+    if isinstance(value, Image.Image):
+        assert image(sent(server)[0]).tobytes() == value.tobytes()
+    else:
+        assert sent(server) == [picture()]
+    assert parts(server)[0] == {"type": "text", "text": "What is it?"}
+    (row,) = rows(tmp_path)
+    written = row["metadata"]["page"]
+    kept: Any = {"bytes": None, "path": "a.png"} if isinstance(value, dict) else None
+    is_path = isinstance(value, str) and not value.startswith("data:")
+    assert written == (value if is_path else [None] if isinstance(value, list) else kept)
+
+
+def test_a_url_is_sent_as_it_is_and_a_file_is_read_from_where_the_media_says(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "all.bin").write_bytes(b"12345" + picture() + b"67")
+    at = media(None, path="all.bin", offset=5, length=len(picture()))
+    document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
+    rollout = BestOfRollout(images="media", media_folder=str(tmp_path), candidates=2)
+    runner(tmp_path, server, rollout).run([document])
+    for number in (0, 1):
+        assert parts(server, number)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+        assert parts(server, number)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
+
+
+def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> None:
+    rollout = BestOfRollout(images="media", candidates=2, judge_prompt="Rate {answer}.")
+    runner(tmp_path, server, rollout).run(pages(1))
+    assert [sent(server, number) for number in range(4)] == [[picture()]] * 4
+
+
+def test_media_join_the_last_user_message_of_a_conversation(server: FakeServer, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "At what?"}]
+    document = Document("x", "0", [media(picture())], {"said": said})
+    runner(tmp_path, server, PromptRollout(images="media", prompt_column="said")).run([document])
+    first, second = server.payloads[0]["messages"]
+    assert [part["type"] for part in first["content"]] == ["text", "image_url"]
+    assert second == said[1]
+    assert rows(tmp_path)[0]["metadata"]["said"] == said
+
+
+def test_all_rollouts_of_a_document_have_its_media(server: FakeServer, tmp_path: Path) -> None:
+    rollout = PromptRollout(images="media", generation_params={"temperature": 1.0})
+    runner(tmp_path, server, rollout, config={"rollouts_per_document": 3, "seed": 1}).run(pages(2))
+    assert Counter(sent(server, number)[0] for number in range(6)) == {picture(0): 3, picture(1): 3}
+
+
+def test_a_function_of_the_users_sends_a_part(server: FakeServer, tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        content = [{"type": "text", "text": document.text}, media_part(document.media[0].media_bytes)]
+        return await generate({"messages": [{"role": "user", "content": content}]})
+
+    runner(tmp_path, server, rollout).run(pages(1))
+    assert sent(server) == [picture()]
+    with pytest.raises(InvalidMedia, match="media_part: the data is empty"):
+        media_part(b"")
+
+
+# what goes wrong ------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "empty": (media(b"", path="a.png"), "medium 1 (a.png) is empty"),
+    "type": (media(b"GIF12345"), "medium 1 is of no type that can be sent"),
+    "nothing": (media(None), "medium 1 has no bytes, no path and no URL"),
+    "missing": (media(None, path="gone.png"), "medium 1 (gone.png) cannot be read: FileNotFoundError"),
+    "outside": (media(None, path="../a.png"), "medium 1 (../a.png) lies outside of media_folder"),
+    "absolute": (media(None, path="/etc/hostname"), "medium 1 (/etc/hostname) lies outside of media_folder"),
+    "chained": (media(None, path="zip://a::b.zip"), "medium 1 (zip://a::b.zip) lies outside of media_folder"),
+    "scheme": (media(None, url="file:///a.png"), "('file:///a.png') is no http(s) or data URL"),
+    "base64": (media(None, url="data:image/png;base64,???"), "medium 1 (data:image/png;base64,...) is damaged"),
+    "cut off": (media(picture()[:-600]), "medium 1 is damaged, or no whole picture"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Path, name: str) -> None:
+    bad, said = BAD[name]
+    rollout = PromptRollout(images="media", media_folder=str(tmp_path), max_image_side=20)
+    documents = [Document("bad", "bad", [bad]), *pages(1)]
+    runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents)
+    (letter,) = letters(tmp_path)
+    assert letter["id"] == "bad"
+    assert letter["kind"] == "InvalidMedia"
+    assert said in letter["error"]
+    assert "\n" not in letter["error"]
+    assert [row["id"] for row in rows(tmp_path)] == ["id 0"]
+    assert len(server.payloads) == 1
+
+
+def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match=r"'bad'.*InvalidMedia: images: medium 1 is empty"):
+        runner(tmp_path, server, PromptRollout(images="media")).run([Document("bad", "bad", [media(b"")])])
+    with pytest.raises(CkptError, match="the document has no media"):
+        runner(tmp_path / "2", server, PromptRollout(images="media")).run([Document("bad", "bad")])
+
+
+def test_a_file_is_read_only_below_a_folder_that_was_named(server: FakeServer, tmp_path: Path) -> None:
+    document = Document("x", "0", metadata={"page": str(tmp_path / "a.png")})
+    with pytest.raises(ConfigError, match=r"names a file.*Set media_folder"):
+        runner(tmp_path, server, PromptRollout(images="page")).run([document])
+    (tmp_path / "a.png").write_bytes(picture())
+    runner(tmp_path, server, PromptRollout(images="page", media_folder=str(tmp_path)), accept_changes=True).run(
+        [document]
+    )
+    assert sent(server) == [picture()]
+
+
+def test_a_missing_column_and_settings_without_images_are_refused(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"images: document '0' has no metadata 'pgae'.*Did you mean 'page'"):
+        runner(tmp_path, server, PromptRollout(images="pgae")).run([Document("x", "0", metadata={"page": b""})])
+    with pytest.raises(ConfigError, match="max_image_side: nothing but text is sent"):
+        PromptRollout(max_image_side=100)
+    with pytest.raises(ConfigError, match="max_image_side: must be >= 1"):
+        PromptRollout(images="media", max_image_side=0)
+    with pytest.raises(ConfigError, match="nothing is filled in"):
+        PromptRollout("What is it?")
+
+
+def test_without_pillow_resizing_is_refused_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = PromptRollout(images="media", max_image_side=100)
+    found = "datatrove_ckpt.formatting.find_spec"
+    monkeypatch.setattr(found, lambda name: None)
+    for make in (lambda: PromptRollout(images="media", max_image_side=100), ready.prepare):
+        with pytest.raises(
+            ConfigError, match=r"max_image_side: the Python package 'PIL' is not.*datatrove-ckpt\[media\]"
+        ):
+            make()
+    PromptRollout(images="media")
+
+
+@pytest.mark.parametrize("mode", ["dead_letter", "stop"])
+def test_a_dead_letter_keeps_the_picture_for_a_retry(server: FakeServer, tmp_path: Path, mode: str) -> None:
+    server._status = lambda payload, times: 400 if len(payload["messages"]) < 2 else None
+    changes = {"on_document_error": "dead_letter"} if mode == "dead_letter" else {"skip_bad_requests": True}
+    large = picture(1, (400, 300))
+    document = Document("x", "0", [media(large, "a")])
+    runner(tmp_path, server, PromptRollout(images="media"), **changes).run([document])
+    (letter,) = letters(tmp_path)
+    assert "base64" not in letter["error"] + letter["traceback"]
+    server._status = lambda payload, times: None
+    runner(tmp_path, server, PromptRollout(images="media"), retry_dead_letters=True, retry_errors=True, **changes).run(
+        []
+    )
+    assert sent(server) == [large]
+
+
+# once -----------------------------------------------------------------------------------------------------------------
+
+
+def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server: FakeServer, tmp_path: Path) -> None:
+    rollout = PromptRollout(images="media", max_image_side=30)
+    runner(tmp_path / "other", server, rollout).run(pages(5))
+    first = server.asked.copy()
+    budget = Budget()
+    server._status = budget
+    for left in (1, 2, 99):
+        budget.left = left
+        step = runner(tmp_path, server, rollout, config={"max_concurrent_documents": 1})
+        if left < 99:
+            with pytest.raises(CkptError):
+                step.run(pages(5))
+    step.run(pages(5))
+    assert rows(tmp_path) == rows(tmp_path / "other")
+    assert sum((server.asked - first).values()) == 5 + 2  # two were refused
+
+
+def test_other_pictures_and_sizes_are_other_requests(server: FakeServer, tmp_path: Path) -> None:
+    hashes = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        for number, side in ((0, None), (1, None), (0, 10), (0, 20), (0, 1000)):
+            document.media[0].media_bytes = picture(number)
+            await PromptRollout(images="media", max_image_side=side)(document, generate)
+            hashes.append(generate.last_hash)
+
+    runner(tmp_path, server, rollout).run(pages(1))
+    assert len(set(hashes)) == 5
+
+
+def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server: FakeServer, tmp_path: Path) -> None:
+    hashes = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        part = {"type": "image_url", "image_url": {"url": url_of(b"\x89PNG...")}}
+        result = await generate({"messages": [{"role": "user", "content": [part]}]})
+        hashes.append(generate.last_hash)
+        return result
+
+    runner(tmp_path, server, rollout).run([Document("x", "0")])
+    assert hashes == ["b614aafa0d2256b1f4cd769034fcce4e"]
+
+
+# pictures -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_bytes_tell_the_type() -> None:
+    for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PDF"):
+        assert kind_of(picture(form=form)) == ("application/pdf" if form == "PDF" else f"image/{form.lower()}")
+    sounds = {
+        b"ID3\x04": "mp3",
+        b"\xff\xfb\x90": "mp3",
+        b"\xff\xf3\x40": "mp3",
+        b"fLaC": "flac",
+        b"OggS": "ogg",
+        WAV: "wav",
+    }
+    assert {kind_of(data): f"audio/{kind}" for data, kind in sounds.items()} == {
+        f"audio/{k}": f"audio/{k}" for k in sounds.values()
+    }
+    for other in (b"", b"R", b"RIFF....AVI ", b"BM12345678", b"\xff\xf1\x50", b"\xff", b"<svg>", b"\0\0\0\x20ftypheic"):
+        assert kind_of(other) is None
+
+
+def image(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def test_a_large_picture_is_made_smaller_in_the_same_way_each_time() -> None:
+    for form in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"):
+        data = picture(size=(60, 40), form=form)
+        small = resized(data, 30)
+        assert small == resized(data, 30)
+        assert image(small).size == (30, 20)
+        assert image(small).format == ("JPEG" if form == "JPEG" else "PNG")
+        assert resized(data, 60) is data
+
+
+def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits() -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6  # to be turned by 90 degrees
+    assert image(resized(picture(size=(60, 40), form="JPEG", exif=exif), 30)).size == (20, 30)
+    made = io.BytesIO()
+    Image.new("P", (60, 40), 0).save(made, "PNG", transparency=0)
+    assert image(resized(made.getvalue(), 30)).mode == "RGBA"
+    made = io.BytesIO()
+    Image.frombytes("I;16", (60, 40), struct.pack("<H", 32768) * 2400).save(made, "PNG")
+    assert image(resized(made.getvalue(), 30)).getpixel((5, 5)) == 128
+
+
+# jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def write_pages(number: int) -> None:
+    """pages/all.jsonl, and the files that it names."""
+    Path("pages/report").mkdir(parents=True)
+    lines = []
+    for index in range(number):
+        Path(f"pages/report/{index}.png").write_bytes(picture(index))
+        lines.append(json.dumps({"id": f"id {index}", "text": f"page {index}", "image": f"report/{index}.png"}))
+    Path("pages/all.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("kind", ["dummy", "endpoint"])
+def test_the_config_for_ocr_runs(here: Path, command: Command, server: FakeServer, kind: str) -> None:
+    shutil.copytree(ROOT / "configs", "configs")
+    write_pages(4)
+    Path("pages/report/2.png").write_bytes(picture(2)[:-700])
+    overrides = ["--server-type", kind]
+    overrides += ["--endpoint-url", server.url] if kind == "endpoint" else []
+    command("run", "configs/ocr.yaml", *overrides)
+    output = rows(Path("ocr"))
+    assert [(one["id"], one["metadata"]["image"]) for one in output] == [
+        (f"id {index}", f"report/{index}.png") for index in (0, 1, 3)
+    ]
+    assert {len(one["metadata"]["rollout_results"]) for one in output} == {1}
+    (letter,) = Path("ocr/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
+    assert "medium 1 (report/2.png) is damaged, or no whole picture" in json.loads(letter)["error"]
+    if kind == "endpoint":
+        assert sorted(sent(server, number)[0] for number in range(3)) == sorted(picture(index) for index in (0, 1, 3))
+
+
+def test_a_sample_of_a_column_of_bytes_is_written(here: Path, command: Command, server: FakeServer) -> None:
+    rows_of = [{"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}} for index in range(3)]
+    Path("input").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows_of), "input/pages.parquet")
+    rollout = "{class_path: PromptRollout, init_args: {images: image}}"
+    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout).replace("JsonlReader", "ParquetReader")
+    Path("job.yaml").write_text(text)
+    printed = command("run", "job.yaml", "--sample", "2").out
+    assert "page 1" in printed
+    assert "base64" not in printed
+    command("run", "job.yaml")
+    assert Counter(sent(server, number)[0] for number in range(5)) == Counter(
+        picture(index) for index in (0, 1, 0, 1, 2)
+    )
+    written = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()]
+    assert [one["metadata"]["image"] for one in written] == [{"bytes": None}] * 3
+
+
+def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Pages in one file of datatrove's form for media; the entries that name them."""
+    if kind == "zstd":
+        with ZstdWriter(str(folder), "pages.bin") as writer:
+            places = [writer.write(media(picture(index))) for index in range(6)]
+        return [{"path": path, "offset": offset, "length": length} for path, offset, length in places]
+    pytest.importorskip("warcio")
+    entries, content = [], b""
+    for index in range(6):
+        entries.append({"path": "pages.warc.gz", "offset": len(content)})
+        head = f"WARC/1.0\r\nWARC-Type: resource\r\nContent-Length: {len(picture(index))}\r\n\r\n"
+        content += gzip.compress(head.encode() + picture(index) + b"\r\n\r\n")
+    (folder / "pages.warc.gz").write_bytes(content)
+    return entries
+
+
+@pytest.mark.parametrize("kind", ["zstd", "warc"])
+def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
+    here: Path, command: Command, server: FakeServer, kind: str
+) -> None:
+    lines = [
+        json.dumps(
+            {"id": f"id {index}", "text": "Read.", "media": [{"id": f"m{index}", "type": 0, "url": "", **entry}]}
+        )
+        for index, entry in enumerate(stored(here, kind))
+    ]
+    rollout = "{class_path: PromptRollout, init_args: {images: media, max_image_side: 30}}"
+    step = {"zstd": "zstd.ZstdReader", "warc": "warc.WarcReaderFast"}[kind]
+    text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_documents: 1", rollout=rollout)
+    before = "      - class_path: InferenceRunner"
+    reader = f"datatrove.pipeline.media.media_readers.{step}, init_args: {{data_folder: '.', preserve_order: true}}"
+    write_job(here, text.replace(before, f"      - {{class_path: {reader}}}\n{before}"))
+    Path("input/0.jsonl").write_text("\n".join(lines))
+    budget = Budget()
+    server._status = budget
+    budget.left = 3
+    command("run", "job.yaml", code=1)
+    budget.left = 99
+    command("run", "job.yaml")
+    assert Counter(sent(server, number)[0] for number in range(7)) == Counter(
+        [resized(picture(index), 30) for index in range(6)] + [resized(picture(3), 30)]  # one was refused
+    )
+    (output,) = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()][:1]
+    assert output["media"][0]["media_bytes"] is None
+    assert output["media"][0]["id"] == "m0"
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_hundred_pictures_in_flight_are_in_memory_once(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/bench/media.py has the figures of a thousand with 10 MB."""
+    size, number = 4.0, 100
+    for way in ("bytes", "paths"):
+        found = measured(way, number, size, 1.0, number, ram)
+        assert found["at_once"] > number * 0.9, way
+        assert found["peak"] - found["before"] < 1.4 * number * size * 1e6, way
+    monkeypatch.setenv(WORKERS_VARIABLE, str(usable_memory() // 4 // 100_000_000))  # so that 100 MB are left
+    for way in ("bytes", "paths"):
+        found = measured(way, number, size, 0.5, number, ram)
+        assert 15 < found["at_once"] < 26, way
+        assert found["peak"] - found["before"] < 200e6, way

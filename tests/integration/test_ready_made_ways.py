@@ -1,0 +1,123 @@
+"""EmbedRollout, ClassifyRollout and JudgeRollout in runs: killed, resumed, from YAML, and in the short form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
+from tests.jobs import Budget, config, documents, ids, letters, rows, runner
+
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
+ROLLOUTS = [
+    (EmbedRollout(normalize=True), 1),
+    (EmbedRollout("query: {text}", column="vector"), 1),
+    (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
+    (JudgeRollout(judge_prompt="Rate {text}"), 1),
+    (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
+    (BestOfRollout(candidates=2, judge_prompt="Rate {answer}"), 4),
+]
+
+
+@pytest.fixture
+def ways(server: FakeServer) -> FakeServer:
+    server.paths = PATHS
+    return server
+
+
+def parquet(folder: Path) -> ParquetWriter:
+    return ParquetWriter(str(folder / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True)
+
+
+class Refusing(Budget):
+    """Counts what it refuses."""
+
+    refused = 0
+
+    def __call__(self, payload: Any, times: int) -> int | None:
+        status = super().__call__(payload, times)
+        self.refused += status is not None
+        return status
+
+
+def in_pieces(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> int:
+    """Runs the job, which ends after each answer, until it is done. Returns the number of refused requests."""
+    server._status = budget = Refusing()
+    while True:
+        budget.left = 1
+        try:
+            runner(folder, server, rollout, **changes).run(documents(3))
+        except CkptError:
+            continue
+        return budget.refused
+
+
+@pytest.mark.parametrize(("rollout", "requests"), ROLLOUTS, ids=lambda value: type(value).__name__)
+def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
+    ways: FakeServer, tmp_path: Path, rollout: Any, requests: int
+) -> None:
+    alone = {"config": {"max_concurrent_documents": 1}}
+    runner(tmp_path / "other", ways, rollout, **alone).run(documents(3))
+    assert len(ways.payloads) == 3 * requests
+    before = len(ways.payloads)
+    refused = in_pieces(tmp_path, ways, rollout, **alone)
+    assert refused > 0
+    assert len(ways.payloads) - before - refused == 3 * requests
+    assert rows(tmp_path) == rows(tmp_path / "other")
+
+
+def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways: FakeServer, tmp_path: Path) -> None:
+    rollout = EmbedRollout(column="vector")
+    runner(tmp_path, ways, rollout, output_writer=parquet(tmp_path)).run(documents(3))
+    column = pq.read_table(tmp_path / "output")["vector"]
+    assert str(column.type) == f"fixed_size_list<element: float>[{DIMENSIONS}]"
+    assert np.stack(column.to_pylist()) == pytest.approx(np.array([vector_of(f"text {n}") for n in range(3)]))
+
+
+def test_a_text_that_the_server_rejects_is_its_documents_fault(ways: FakeServer, tmp_path: Path) -> None:
+    ways._status = lambda payload, times: 400 if "text 1" in str(payload) else None
+    ways.error = "This model's maximum context length is 256 tokens"
+    runner(tmp_path, ways, EmbedRollout(), on_document_error="dead_letter").run(documents(3))
+    assert ids(tmp_path) == ["id 0", "id 2"]
+    (letter,) = letters(tmp_path)
+    assert "maximum context length" in letter["error"]
+
+
+def test_labels_in_another_order_than_the_models_stop_the_run(ways: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
+        runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
+    with pytest.raises(ConfigError, match=r"3 labels, and the model has 2 classes"):
+        runner(tmp_path / "b", ways, ClassifyRollout(labels=["a", "b", "c"])).run(documents(1))
+
+
+@pytest.fixture
+def judges() -> Iterator[FakeServer]:
+    with FakeServer(lambda payload, times: "5" if "text 1" in str(payload) else "It is 2.") as server:
+        yield server
+
+
+def test_another_model_judges_and_bad_documents_are_dropped(
+    server: FakeServer, judges: FakeServer, tmp_path: Path
+) -> None:
+    server._answer = lambda payload, times: payload["messages"][-1]["content"]
+    step = runner(tmp_path, server, JudgeRollout("On {text}", judge_prompt="Rate {answer}", threshold=3))
+    step.run(documents(0))
+    both: Any = {"writer": config(server), "critic": config(judges)}
+    rollout = JudgeRollout("On {text}", judge_prompt="Rate {answer}", judge="critic", threshold=3)
+    type(step)(rollout, both, parquet(tmp_path / "b"), checkpoints_local_dir=str(tmp_path / "b/checkpoints")).run(
+        documents(3)
+    )
+    (row,) = pq.read_table(tmp_path / "b/output").to_pylist()
+    (result,) = row["rollout_results"]
+    assert (row["id"], result["text"], result["judgement"], result["score"]) == ("id 1", "On text 1", "5", 5)
+    assert [len(one.payloads) for one in (server, judges)] == [3, 3]

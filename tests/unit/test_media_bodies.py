@@ -1,0 +1,222 @@
+"""A body with media: sent whole, never in memory as a whole; and the budgets of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.inference.client import transport
+from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.transport import Transport, make_transport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.process.memory import ByteBudget, usable_memory
+from datatrove_ckpt.rollouts import media_part
+from datatrove_ckpt.rollouts.media import split_media
+
+DATA = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(5_000_000)
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def body(data: bytes = DATA, text: str = "What is it?") -> tuple[Body, bytes]:
+    """A body, and what must be sent of it."""
+    part, again = media_part(data), media_part(data[:8])
+    payload = {"messages": [{"role": "user", "content": [{"type": "text", "text": text}, part, again]}], "n": 1}
+    plain = orjson.loads(
+        orjson.dumps(payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode())
+    )
+    return Body(*split_media(payload, 0)), orjson.dumps(plain)
+
+
+@pytest.mark.parametrize("size", [8, 9, 10, 49_151, 49_152, 49_153, 98_304, 100_000])
+def test_the_pieces_are_the_json_of_the_whole(size: int) -> None:
+    made, expected = body(DATA[:size], 'a "NUL" \0 and "\\u0000"')
+    assert b"".join(made) == expected == b"".join(made)
+    assert len(made) == len(expected)
+    assert max(map(len, made)) <= 65_536
+    assert orjson.loads(made.text)["n"] == 1
+
+
+@pytest.fixture(params=["plain", "plain on uvloop", "aiohttp"])
+def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    if request.param == "aiohttp":
+        monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
+    if request.param.endswith("uvloop"):
+        run: Callable[[Any], Any] = pytest.importorskip("uvloop").run
+        return run
+    return asyncio.run
+
+
+async def with_server(serve: Serve, use: Callable[[Transport], Awaitable[None]]) -> None:
+    writers: list[asyncio.StreamWriter] = []
+
+    async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await serve(reader, writer)
+
+    server = await asyncio.start_server(kept, "127.0.0.1", 0, limit=2**16)
+    sending = make_transport(HiddenUrl(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"), None, 20.0)
+    try:
+        await use(sending)
+    finally:
+        await sending.close()
+        for writer in writers:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.findall(rb"content-length: *(\d+)", head, re.IGNORECASE)
+    assert len(length) == 1
+    assert b"chunked" not in head
+    return await reader.readexactly(int(length[0]))
+
+
+def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_serves_on(
+    over: Callable[[Any], Any],
+) -> None:
+    came, connections = [], []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        for _ in range(3):
+            await asyncio.sleep(0.05)  # the socket's buffers are full by then
+            came.append(await read_request(reader))
+            writer.write(ANSWER)
+        writer.close()
+
+    made, expected = body()
+
+    async def use(sending: Transport) -> None:
+        for one in (made, b"{}", made):
+            assert await sending.send(one) == Response(200, b"{}", "")  # type: ignore[arg-type]
+
+    over(with_server(serve, use))
+    assert came == [expected, b"{}", expected]
+    assert len(connections) == 1
+
+
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(over: Callable[[Any], Any]) -> None:
+    connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        await reader.readuntil(b"\r\n\r\n")
+        if len(connections) == 1:
+            writer.write(ANSWER.replace(b"200", b"413"))
+        else:
+            await reader.readexactly(2)
+            writer.write(ANSWER)
+        await writer.drain()
+
+    async def use(sending: Transport) -> None:
+        assert (await sending.send(body()[0])).status == 413
+        assert (await sending.send(b"{}")).status == 200
+
+    over(with_server(serve, use))
+    assert len(connections) == 2
+
+
+def test_a_server_that_dies_within_the_body_is_an_error(over: Callable[[Any], Any]) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(100_000)
+        writer.transport.abort()
+
+    async def use(sending: Transport) -> None:
+        with pytest.raises(sending.errors):
+            await sending.send(body()[0])
+
+    over(with_server(serve, use))
+
+
+# budgets --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone() -> None:
+    budget, went = ByteBudget(10), []
+
+    async def go(name: str, size: int) -> None:
+        await budget.acquire(size)
+        went.append(name)
+
+    tasks = [asyncio.create_task(go(name, size)) for name, size in (("a", 6), ("b", 6), ("large", 99), ("c", 1))]
+    await asyncio.sleep(0)
+    assert went == ["a"]
+    budget.release(6)
+    await asyncio.sleep(0)
+    assert went == ["a", "b"]
+    budget.release(5)
+    await asyncio.sleep(0)
+    assert went == ["a", "b"]
+    budget.release(1)
+    await asyncio.sleep(0)
+    assert went == ["a", "b", "large"]
+    budget.release(99)
+    await asyncio.gather(*tasks)
+    assert went == ["a", "b", "large", "c"]
+    assert budget.held == 1
+
+
+async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
+    budget = ByteBudget(10)
+    await budget.acquire(10)
+    waiting, granted, last = (asyncio.create_task(budget.acquire(size)) for size in (10, 10, 3))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    budget.release(10)
+    granted.cancel()  # it has its room, and has not run yet
+    await asyncio.gather(waiting, granted, last, return_exceptions=True)
+    assert (waiting.cancelled(), granted.cancelled(), last.cancelled()) == (True, True, False)
+    assert budget.held == 3
+
+
+async def test_large_documents_wait_for_bytes_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datatrove_ckpt.generation.document_limit.media_bytes", lambda: 1_000_000)
+    config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
+    limit = DocumentLimit(config)
+    for _ in range(10):
+        await limit.acquire(50_000)
+    for _ in range(2):
+        await limit.acquire(450_000)
+    third = asyncio.create_task(limit.acquire(450_000))
+    await asyncio.sleep(0)
+    assert not third.done()
+    limit.release(450_000)
+    await third
+
+
+CGROUPS = {
+    "v2": ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "5000\n", "memory.max": "9000\n"}, 5000),
+    "v1": ("3:cpu:/x\n2:memory:/a\n", {"memory/a/memory.limit_in_bytes": "7000\n", "x/memory.max": "1"}, 7000),
+    "container": ("0::/\n", {"memory.max": "6000\n"}, 6000),
+    "namespace": ("0::/../..\n", {"memory.max": "6000\n"}, 6000),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_the_memory_of_this_process_is_what_its_cgroups_leave(tmp_path: Path, name: str) -> None:
+    groups, files, expected = CGROUPS[name]
+    for path, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{at}": text for at, text in files.items()},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert usable_memory(tmp_path) == expected
+    assert usable_memory(tmp_path / "nothing") > 1 << 27

@@ -1,0 +1,308 @@
+"""Rollouts whose answer is a vector, a label or a judge's score."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult
+
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import (
+    BestOfRollout,
+    ClassifyRollout,
+    EmbedRollout,
+    InvalidAnswer,
+    JudgeRollout,
+    for_config,
+)
+from tests.unit.test_rollouts import document
+
+SCORES = {"news": 0.2, "fiction": 0.7, "other": 0.1}
+
+
+@dataclass
+class Classified:
+    label: str
+    score: float
+    scores: dict[str, float]
+
+
+class Model:
+    """Gives one vector, one label, and these texts in turn; remembers what it was asked."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.asked: list[Any] = []
+
+    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        self.asked.append(payload)
+        return InferenceResult(self.texts.pop(0), "stop", {"completion_tokens": 1})
+
+    async def embed(self, text: str, **params: Any) -> Any:
+        self.asked.append((text, params))
+        return np.array([3, 4, 12], np.float32)
+
+    async def classify(self, text: str, labels: list[str] | None = None, **params: Any) -> Classified:
+        self.asked.append((text, params))
+        return Classified("fiction", 0.7, dict(zip(labels or "012", SCORES.values(), strict=True)))
+
+
+class Writer(Model):
+    """The first model of two."""
+
+    def __init__(self, judge: Model, *texts: str) -> None:
+        super().__init__(*texts)
+        self.judge = judge
+
+
+def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
+    return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "m", **changes})
+
+
+def result(rollout: Any, model: Model, given: Document | None = None) -> Any:
+    return asyncio.run(rollout(given or document(), model))
+
+
+def only(rollout: Any) -> Any:
+    """The rollout as a run with one model calls it."""
+    return for_config(rollout, config())
+
+
+# embed ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "vector"),
+    [
+        ({}, [3, 4, 12]),
+        ({"dimensions": 2}, [3, 4]),
+        ({"normalize": True}, [3 / 13, 4 / 13, 12 / 13]),
+        ({"dimensions": 2, "normalize": True}, [0.6, 0.8]),
+    ],
+)
+def test_the_result_is_the_vector_as_float32(settings: dict[str, Any], vector: list[float]) -> None:
+    found = result(EmbedRollout(**settings), Model())
+    assert list(found) == ["embedding"]
+    assert found["embedding"].dtype == np.float32
+    assert found["embedding"] == pytest.approx(vector)
+
+
+def test_a_vector_of_zeros_stays_one() -> None:
+    class Zeros(Model):
+        async def embed(self, text: str, **params: Any) -> Any:
+            return np.zeros(3, np.float32)
+
+    assert result(EmbedRollout(normalize=True), Zeros())["embedding"].tolist() == [0, 0, 0]
+
+
+def test_the_template_is_filled_in_and_parameters_are_sent() -> None:
+    model = Model()
+    result(EmbedRollout("query: {title}", params={"truncate_prompt_tokens": 8}), model, document(title="Rain"))
+    assert model.asked == [("query: Rain", {"truncate_prompt_tokens": 8})]
+
+
+def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
+    model, text = Model(), "one line\nand more"
+    result(EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text))
+    assert model.asked == [("query: one line", {})]
+    fitted = for_config(
+        ClassifyRollout(max_prompt_tokens="auto", chars_per_token=1), config(model_max_context=20, use_chat=False)
+    )
+    result(fitted, model, document(text))
+    assert model.asked[1] == ("one line", {})
+
+
+def test_a_column_gets_the_vector_and_the_result_says_where_it_is() -> None:
+    given = document()
+    assert result(EmbedRollout(column="vector"), Model(), given) == {"column": "vector", "dimensions": 3}
+    assert given.metadata["vector"].tolist() == [3, 4, 12]
+    with pytest.raises(ConfigError, match=r"^column: document 'd1' has metadata 'vector' already, which would be lost"):
+        result(EmbedRollout(column="vector"), Model(), given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "error"),
+    [
+        ({"dimensions": 4}, document(), "dimensions: is 4, but the model's vectors have 3 numbers."),
+        ({"prompt_column": "m"}, document(m=[{"role": "user"}]), "prompt_column: document 'd1' holds a list of"),
+    ],
+)  # fmt: skip
+def test_what_the_first_document_shows_to_be_wrong_stops_the_run(
+    settings: dict[str, Any], given: Document, error: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        result(EmbedRollout(**settings), Model(), given)
+    assert str(refused.value).startswith(error)
+
+
+# classify ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
+        ({"labels": None}, {"label": "fiction", "score": 0.7, "scores": {"0": 0.2, "1": 0.7, "2": 0.1}}),
+        ({"labels": None, "keep": ["1"]}, {"label": "1", "score": 0.7, "scores": {"1": 0.7}}),
+        ({"keep": ["other", "news"]}, {"label": "news", "score": 0.2, "scores": {"other": 0.1, "news": 0.2}}),
+        ({"keep": ["other"], "threshold": 0.1}, {"label": "other", "score": 0.1, "scores": {"other": 0.1}}),
+        ({"keep": ["other"], "threshold": 0.11}, None),
+        ({"threshold": 0.71}, None),
+    ],
+)
+def test_the_best_of_the_labels_is_the_result_or_the_document_is_dropped(
+    settings: dict[str, Any], found: dict[str, Any] | None
+) -> None:
+    assert result(ClassifyRollout(**{"labels": list(SCORES), **settings}), Model()) == found
+
+
+def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> None:
+    with pytest.raises(ConfigError) as refused:
+        ClassifyRollout(labels=list(SCORES), keep=["news", "poem"])
+    assert str(refused.value) == "keep: the model has no poem; its labels: news, fiction, other."
+    with pytest.raises(ConfigError) as refused:
+        result(ClassifyRollout(keep=["news"]), Model())
+    assert str(refused.value) == (
+        "keep: the model has no news; its labels: 0, 1, 2. Servers name the best one only: set labels."
+    )
+
+
+# judge ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_scores_the_document_itself() -> None:
+    model = Model("It is good: 4.5 of 5.")
+    found = result(only(JudgeRollout(judge_prompt="Rate {text}")), model)
+    assert found == {
+        "text": "It is good: 4.5 of 5.", "finish_reason": "stop", "usage": {"completion_tokens": 1}, "reasoning": "",
+        "score": 4.5,
+    }  # fmt: skip
+    assert model.asked == [{"messages": [{"role": "user", "content": "Rate Rain falls."}], "temperature": 0}]
+
+
+def test_the_judge_gets_the_answer_of_the_first_model() -> None:
+    judge = Model("4")
+    writer = Writer(judge, "It rains.")
+    found = result(JudgeRollout("Sum up {text}", judge_prompt="Rate {answer} for {text}", judge_params={}), writer)
+    assert found == {
+        "text": "It rains.", "finish_reason": "stop", "usage": {"completion_tokens": 2}, "reasoning": "",
+        "score": 4, "judgement": "4",
+    }  # fmt: skip
+    assert writer.asked == [{"messages": [{"role": "user", "content": "Sum up Rain falls."}]}]
+    assert judge.asked == [{"messages": [{"role": "user", "content": "Rate It rains. for Rain falls."}]}]
+
+
+def test_the_judge_of_several_answers_may_be_another_model() -> None:
+    judge = Model("3", "9")
+    rollout = BestOfRollout(candidates=2, judge_prompt="Rate {answer}", judge="judge", score_pattern=r"\d")
+    assert result(rollout, Writer(judge, "a", "b"))["text"] == "b"
+    assert result(only(rollout), Model("a", "b", "9", "3"))["text"] == "a"
+
+
+def test_a_judge_that_no_model_is_is_refused() -> None:
+    first = models_of({"writer": config(), "critic": config()})["writer"]
+    with pytest.raises(ConfigError) as refused:
+        for_config(JudgeRollout(judge_prompt="Rate {text}"), first)
+    assert str(refused.value) == "judge: 'judge' is none of the models, which are writer, critic."
+    fitted: Any = for_config(JudgeRollout(judge_prompt="Rate {text}", judge="critic"), first)
+    assert fitted.judge == "critic"
+
+
+def test_an_engine_that_classifies_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout_fn: server_type 'llamacpp' has no generate.classify; these have: "
+    ):
+        for_config(ClassifyRollout(), config("llamacpp"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "score"),
+    [
+        ({}, "-1 or 2", -1),
+        ({"score_pattern": r"score: (.*)"}, "2 of 5. score: 1\nscore: 3", 3),
+        ({"score_pattern": r"\d/5"}, "5 reasons: 4/5", 4),
+        ({"threshold": 3}, "3", 3),
+        ({"threshold": 3}, "2.9", None),
+    ],
+)
+def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
+    settings: dict[str, Any], said: str, score: float | None
+) -> None:
+    found = result(only(JudgeRollout(judge_prompt="Rate {text}", **settings)), Model(said))
+    assert (found and found["score"]) == score
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "problem"),
+    [
+        ({}, "Good.", "it has no number"),
+        ({"score_pattern": "score: (.*)"}, "5", "it has no number where score_pattern looks for it"),
+        ({"lowest": 0, "highest": 5}, "7", "its score is 7, and must be at least 0 and at most 5"),
+        ({"lowest": 0}, "-1", "its score is -1, and must be at least 0"),
+    ],
+)
+def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
+    settings: dict[str, Any], said: str, problem: str
+) -> None:
+    model, rollout = Model(said, "score: 5"), JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings)
+    assert result(only(rollout), model)["score"] == 5
+    assert model.asked[1]["messages"][2]["content"].startswith(f"That answer is not valid: {problem}. Answer again")
+    with pytest.raises(InvalidAnswer) as failed:
+        result(only(rollout), Model(said, said))
+    assert str(failed.value) == (
+        f"judge_prompt: none of 2 answers is valid. The last one: {problem} (finish_reason stop)."
+    )
+    rollout.invalid_answer = "drop"
+    assert result(only(rollout), Model(said, said)) is None
+
+
+def test_canned_answers_have_no_score() -> None:
+    rollout = for_config(JudgeRollout(judge_prompt="Rate {text}", threshold=3), config("dummy"))
+    assert result(rollout, Model("This is dummy text."))["score"] is None
+
+
+# settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "error"),
+    [
+        (EmbedRollout, {"prompt": "a"}, "prompt: nothing is filled in, so every document would get the same prompt"),
+        (EmbedRollout, {"dimensions": 0}, "dimensions: must be >= 1; it is 0."),
+        (EmbedRollout, {"params": {"model": "x"}}, "params: 'model' cannot be given here"),
+        (EmbedRollout, {"generation_config": "auto"}, "generation_config: nothing is generated; remove it."),
+        (EmbedRollout, {"max_prompt_tokens": 0}, 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),
+        (ClassifyRollout, {"labels": []}, "labels: [] is not a list of different labels."),
+        (ClassifyRollout, {"keep": ["a", "a"]}, "keep: ['a', 'a'] is not a list of different labels."),
+        (JudgeRollout, {}, "judge_prompt: is missing; it is what the judge is asked."),
+        (JudgeRollout, {"judge_prompt": "Rate"}, "judge_prompt: nothing is filled in, so every document would"),
+        (JudgeRollout, {"prompt": "{text}", "judge_prompt": "{text}"}, "judge_prompt: has no {answer}, so the judge"),
+        (JudgeRollout, {"judge_prompt": "{text}", "choice": ["a"]}, "choice: is for the answer that is judged; set"),
+        (JudgeRollout, {"judge_prompt": "{text}", "score_pattern": "("}, "score_pattern: '(' is not a regular expr"),
+        (JudgeRollout, {"judge_prompt": "{text}", "lowest": 2, "highest": 1}, "lowest: is 2, more than highest, which"),
+        (BestOfRollout, {"judge": "judge"}, "judge: there is no judge; set judge_prompt."),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(**settings)
+    assert str(refused.value).startswith(error)
+
+
+def test_a_column_holds_the_vector_of_one_rollout() -> None:
+    with pytest.raises(ConfigError, match=r"^column: holds one vector, so rollouts_per_document must be 1"):
+        for_config(EmbedRollout(column="vector"), config(rollouts_per_document=2))
+
+
+def test_vectors_and_labels_need_no_chat_and_a_judge_does() -> None:
+    for_config(EmbedRollout(), config(use_chat=False))
+    for_config(ClassifyRollout(), config(use_chat=True))
+    with pytest.raises(ConfigError, match=r"^use_chat: JudgeRollout sends chat messages"):
+        for_config(JudgeRollout(judge_prompt="{text}"), config(use_chat=False))

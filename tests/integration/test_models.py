@@ -662,3 +662,16 @@ def test_the_config_runs(here: Path, writes: FakeServer, command: Command) -> No
     found = [orjson.loads(line)["metadata"]["rollout_results"][0] for part in written for line in part.splitlines()]
     assert [one["score"] for one in found] == [4.0] * 3
     assert all(one["text"].startswith("writer on ") for one in found)
+
+
+def test_one_worker_starts_the_servers_of_both_models_once_for_all_its_tasks(
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "two_models.py").write_text(ROLLOUT)
+    monkeypatch.syspath_prepend(str(here))
+    model = "{server_type: dummy, model_name_or_path: m, server_log_folder: servers}"
+    text = job_yaml(f"writer: {model}, judge: {model}", tasks=3, rollout="two_models.rollout")
+    write_job(here, text, ["a"], ["b"], ["c"])
+    command("run", "job.yaml")
+    assert len(rows(here)) == 3
+    assert len([*Path("servers").iterdir()]) == 2

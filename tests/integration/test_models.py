@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gzip
 import itertools
 import os
 import re
@@ -51,7 +50,6 @@ from tests.histories import read_history
 from tests.integration.test_preemption import when_logged
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import Budget, ask, config, documents, letters, rows, writer
-from tests.pages import ROOT
 from tests.patience import ChangePolicy, until, until_async
 from tests.yaml_jobs import job_yaml, write_job
 
@@ -642,26 +640,6 @@ def test_the_schema_takes_one_model_and_several(job: Path) -> None:
     assert [error.message for error in check.iter_errors(content)]
     models["config"] = models["config"]["writer"]
     assert not [*check.iter_errors(content)]
-
-
-def test_the_config_runs(here: Path, writes: FakeServer, command: Command) -> None:
-    """With servers that run already in the place of its own."""
-    (here / "documents").mkdir()
-    for number in range(4):
-        (here / f"documents/{number}.jsonl").write_text(f'{{"text": "text {number}", "id": "{number}"}}')
-    content = yaml.safe_load((ROOT / "configs/judge.yaml").read_text())
-    models = content["executor"]["init_args"]["pipeline"][1]["init_args"]["config"]
-    with FakeServer(lambda payload, times: "2" if "text 0" in str(payload) else "4") as judges:
-        for name, server in (("writer", writes), ("judge", judges)):
-            del models[name]["gpus"]
-            models[name] |= {"server_type": "endpoint", "endpoint_url": server.url}
-        Path("judge.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-        command("run", "judge.yaml")
-        assert len(judges.payloads) == len(writes.payloads) == 4
-    written = [gzip.decompress(path.read_bytes()) for path in sorted(Path("judge_run/output").iterdir())]
-    found = [orjson.loads(line)["metadata"]["rollout_results"][0] for part in written for line in part.splitlines()]
-    assert [one["score"] for one in found] == [4.0] * 3
-    assert all(one["text"].startswith("writer on ") for one in found)
 
 
 def test_one_worker_starts_the_servers_of_both_models_once_for_all_its_tasks(

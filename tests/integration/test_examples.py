@@ -121,11 +121,7 @@ def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
 
 def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
     for name, value in fragment.items():
-        if name == "config" and "writer" in value:  # several models; of the same server where there is one
-            given = arguments[name]
-            models = {model: {**given, **value[model]} for model in value}
-            arguments[name] = dict.fromkeys(value, given) if "endpoint_url" in given else models
-        elif isinstance(value, dict) and "class_path" not in value and name in arguments:
+        if isinstance(value, dict) and "class_path" not in value and name in arguments:
             _merge(arguments[name], value)
         else:
             arguments[name] = value

@@ -59,9 +59,7 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return "Make it writable for this user (or choose another folder) and run the same command again."
     if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return (
-            "A folder has the place of a file, or a file that of a folder: move it away and run the same command again."
-        )
+        return "A folder has a file's place, or a file a folder's: move it away and run the same command again."
     return "Check the disk and run the same command again; everything saved so far is kept."
 
 

@@ -57,14 +57,13 @@ def without_its_secrets(content: Json) -> Json:
     """The content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
-        clean["accepted_changes"] = [
-            {
-                key: _field_without_secrets(str(change.get("field")), value) if key in ("old", "new") else value
-                for key, value in change.items()
-            }
-            for change in accepted
-        ]
+        clean["accepted_changes"] = [_change_without_secrets(change) for change in accepted]
     return clean
+
+
+def _change_without_secrets(change: Json) -> Json:
+    name = str(change.get("field"))
+    return change | {key: _field_without_secrets(name, change[key]) for key in ("old", "new") if key in change}
 
 
 def as_kept(fields: Json) -> Json:

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,20 +164,28 @@ class Disk:
                 data = path.read_bytes()
             self.replace(path, data)
 
-    def replace(self, path: Path, data: bytes, mode: int = PRIVATE_FILE) -> None:
+    def write_new(
+        self, path: Path, blocks: Iterable[bytes], mode: int = PRIVATE_FILE, like: Path | None = None
+    ) -> None:
+        """Writes a new file, and syncs it. It gets the mode of the file ``like``, if there is one."""
+        fd = self.create(path, mode)
+        try:
+            if like is not None:
+                copy_mode(like, fd)
+            for block in blocks:
+                self.write(fd, block, path)
+        finally:
+            os.close(fd)
+        self.sync(path)
+
+    def replace(self, path: Path, data: bytes | Iterable[bytes], mode: int = PRIVATE_FILE) -> None:
         """Replaces the file's content. A crash leaves the old content or the new, never a mixture.
 
         Args:
             mode: of a file that was not there. A file that is replaced keeps its mode.
         """
         new = path.with_name(path.name + ".new")
-        fd = self.create(new, mode)
-        try:
-            copy_mode(path, fd)
-            self.write(fd, data, new)
-        finally:
-            os.close(fd)
-        self.sync(new)
+        self.write_new(new, [data] if isinstance(data, bytes) else data, mode, like=path)
         self.rename(new, path)
         self.sync_dir(path.parent)
 

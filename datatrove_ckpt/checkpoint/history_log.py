@@ -369,8 +369,5 @@ def _window(lines: list[bytes], attempt: int, last: Progress) -> list[Progress]:
 
 def downtime(attempts: list[AttemptSummary]) -> float:
     """Seconds between an attempt that was cut short and the next one."""
-    return sum(
-        max(0.0, after.started - (before.ended or before.last_seen))
-        for before, after in pairwise(attempts)
-        if before.why != "done"
-    )
+    cut_short = ((before, after) for before, after in pairwise(attempts) if before.why != "done")
+    return sum(max(0.0, after.started - (before.ended or before.last_seen)) for before, after in cut_short)

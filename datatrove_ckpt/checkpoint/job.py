@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
@@ -78,6 +78,10 @@ class KeptRun(NamedTuple):
     is_finished: Callable[[], bool]
 
 
+Counts: TypeAlias = Callable[[Change], bool]
+"""Whether a change is one that counts."""
+
+
 @contextmanager
 def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool) -> Iterator[None]:
     """Compares a rank that starts with the other ranks of its job. Inside the block, the rank writes ``run.json``.
@@ -103,10 +107,7 @@ def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool)
 
 
 def compare_job(
-    root: Path,
-    identity: RunIdentity,
-    ranks: Collection[int] | None = None,
-    counts: Callable[[Change], bool] = lambda change: True,
+    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, counts: Counts = lambda change: True
 ) -> JobChanges:
     """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
 
@@ -201,7 +202,7 @@ def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:
 
 
 def _compare_ranks(
-    root: Path, ranks: Iterable[int], identity: RunIdentity, counts: Callable[[Change], bool] = lambda change: True
+    root: Path, ranks: Iterable[int], identity: RunIdentity, counts: Counts = lambda change: True
 ) -> JobChanges:
     runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
     kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
@@ -212,12 +213,7 @@ def _kept_here(folder: Path, run: Json) -> KeptRun:
     return KeptRun(run, lambda: holds_work(folder) or _is_live(folder, run), lambda: is_finished(folder))
 
 
-def compare_kept(
-    kept: Mapping[int, KeptRun],
-    job: Json,
-    identity: RunIdentity,
-    counts: Callable[[Change], bool] = lambda change: True,
-) -> JobChanges:
+def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, counts: Counts) -> JobChanges:
     """Compares a job with what is kept of its ranks, by rank.
 
     Args:

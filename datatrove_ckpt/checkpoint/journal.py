@@ -119,19 +119,12 @@ class Finished:
         """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see ``check``, too."""
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
-        work, seconds = data.get("work"), data.get("seconds")
-        return cls(
-            data["ordinal"],
-            data["outcome"],
-            data["input"],
-            body[at + len(_DOCUMENT) : -1],
-            data["requests"],
-            data["prompt_tokens"],
-            data["completion_tokens"],
-            None if work is None else Work(*work),
-            None if seconds is None else Seconds.from_json(seconds),
-            tuple(data.get("ends", (0, 0, 0))),
-        )
+        ordinal, outcome, fingerprint = data["ordinal"], data["outcome"], data["input"]
+        requests, prompt, completion = data["requests"], data["prompt_tokens"], data["completion_tokens"]
+        document, ends = body[at + len(_DOCUMENT) : -1], tuple(data.get("ends", (0, 0, 0)))
+        work = None if data.get("work") is None else Work(*data["work"])
+        seconds = None if data.get("seconds") is None else Seconds.from_json(data["seconds"])
+        return cls(ordinal, outcome, fingerprint, document, requests, prompt, completion, work, seconds, ends)
 
     def check(self) -> None:
         """Raises TypeError or ValueError if a line that is whole holds something else: another version wrote it."""

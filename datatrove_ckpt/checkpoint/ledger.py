@@ -421,21 +421,18 @@ class _Listing:
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
-    def size(self, *names: str) -> int:
-        """In bytes; 0 if there is no such file."""
-        found = 0
+    def _stats(self, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
         for name in names:
             with suppress(KeyError, FileNotFoundError):
-                found += self.entries[name].stat().st_size
-        return found
+                yield name, self.entries[name].stat()
+
+    def size(self, *names: str) -> int:
+        """In bytes; 0 if there is no such file."""
+        return sum(status.st_size for _, status in self._stats(names))
 
     def times(self, names: Iterable[str]) -> dict[str, float]:
         """When these files were last written, in Unix seconds."""
-        found = {}
-        for name in names:
-            with suppress(KeyError, FileNotFoundError):
-                found[name] = self.entries[name].stat().st_mtime
-        return found
+        return {name: status.st_mtime for name, status in self._stats(names)}
 
 
 def _read_run(path: str, want: Want) -> Json:

@@ -168,20 +168,19 @@ class RankFiles:
             self._dead_letters.append(bytes(chunk.dead_letters))
             self._dead_letters.sync()
         seconds = self.clock.now()
-        self.log.append(
-            Commit(
-                chunk_index=chunk.index,
-                first_ordinal=chunk.first_ordinal,
-                counts=chunk.counts,
-                files=chunk.files,
-                position=chunk.position(),
-                last_input=chunk.last_input,
-                dead_letters_size=self._dead_letters.size,
-                work=chunk.work.to_json(),
-                seconds=seconds,
-                at=unix_seconds(),
-            )
+        commit = Commit(
+            chunk_index=chunk.index,
+            first_ordinal=chunk.first_ordinal,
+            counts=chunk.counts,
+            files=chunk.files,
+            position=chunk.position(),
+            last_input=chunk.last_input,
+            dead_letters_size=self._dead_letters.size,
+            work=chunk.work.to_json(),
+            seconds=seconds,
+            at=unix_seconds(),
         )
+        self.log.append(commit)
         self._forget(chunk)
         self.counts.add(chunk.counts)
         self.work.add(chunk.work)

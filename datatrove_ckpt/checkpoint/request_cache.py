@@ -20,7 +20,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -70,6 +70,7 @@ Row: TypeAlias = tuple[Any, ...]
 """Values of a row. ``Any``, because a damaged one may hold any type in any column."""
 
 _COLUMNS = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result, error_message, checksum"
+_TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
 _ROWS_AT_ONCE = 64
@@ -90,13 +91,11 @@ def has_answers(path: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for file in found:
             shutil.copy(file, folder)
-        connection = sqlite3.connect(Path(folder) / path.name)
-        try:
-            return bool(connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0])
-        except sqlite3.Error as error:
-            return "no such table" not in str(error)  # the process died before it had made the table
-        finally:
-            connection.close()
+        with closing(sqlite3.connect(Path(folder) / path.name)) as connection:
+            try:
+                return bool(connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0])
+            except sqlite3.Error as error:
+                return "no such table" not in str(error)  # the process died before it had made the table
 
 
 class RequestCache:
@@ -168,14 +167,19 @@ class RequestCache:
 
         return self._attempt(action, list)
 
-    def _write(self, query: str, values: Row = ()) -> None:
+    def _write(self, change: Callable[[], object], anew: bool = False) -> None:
+        """Makes the change in one transaction, and anew in the database that replaces a damaged one, if that is set."""
+
         def action() -> None:
             with explained("write to", self.path):
-                self._connection.execute(query, values)
+                change()
             files.disk.commit(self._connection, self.path)
 
-        self._attempt(action, lambda: None)
+        self._attempt(action, action if anew else lambda: None)
         self.unsynced = True
+
+    def _delete(self, which: str, values: Row = ()) -> None:
+        self._write(lambda: self._connection.execute(f"DELETE FROM request_cache WHERE {which}", values))
 
     # answers -----------------------------------------------------------------------------------------------------
 
@@ -187,14 +191,7 @@ class RequestCache:
             values = _values(r)
             rows.append((n, *values, _checksum(values)))
         self.last_answer += len(rows)
-
-        def action() -> None:
-            with explained("write to", self.path):
-                self._insert(rows)
-            files.disk.commit(self._connection, self.path)
-
-        self._attempt(action, action)
-        self.unsynced = True
+        self._write(lambda: self._insert(rows), anew=True)
 
     def _insert(self, rows: list[Row]) -> None:
         # The sqlite3 module releases the GIL at each execution of a statement and must wait to get it back, and
@@ -250,7 +247,7 @@ class RequestCache:
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
                 append_answers(self.kept, [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows])
-        self._write("DELETE FROM request_cache WHERE chunk_index = ?", (chunk_index,))
+        self._delete("chunk_index = ?", (chunk_index,))
 
     def renumber(self, records_per_chunk: int) -> None:
         """Gives each answer the chunk that its document has where all chunks are full. Safe to repeat."""
@@ -262,11 +259,11 @@ class RequestCache:
 
     def forget_from(self, ordinal: int) -> None:
         """Deletes the answers of this document and all after it."""
-        self._write("DELETE FROM request_cache WHERE ordinal >= ?", (ordinal,))
+        self._delete("ordinal >= ?", (ordinal,))
 
     def forget_errors(self) -> None:
         """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""
-        self._write("DELETE FROM request_cache WHERE error_message IS NOT NULL")
+        self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
         """Makes what was put survive power loss. Does nothing if nothing was put since the last sync."""
@@ -307,10 +304,8 @@ def _values(r: CachedRequest) -> Row:
 
 def _request(row: Row) -> CachedRequest:
     """The values of an intact row."""
-    chunk_index, ordinal, doc_id, rollout_idx, payload, occurrence, result, error, _ = row
-    return CachedRequest(
-        chunk_index, ordinal, doc_id, AnswerKey(rollout_idx, payload, occurrence), Answer(result, error)
-    )
+    chunk_index, ordinal, doc_id = row[:3]
+    return CachedRequest(chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), Answer(*row[6:8]))
 
 
 # damage ---------------------------------------------------------------------------------------------------------------
@@ -407,13 +402,8 @@ def _checksum(values: Row) -> int:
 
 def _is_intact(row: Row) -> bool:
     """Whether a row fits its checksum, which comes last. Rows of 0.1 have none; only their types are checked."""
-    chunk_index, ordinal, doc_id, rollout_idx, payload, occurrence, result, error, found = row
-    numbers = (chunk_index, ordinal, rollout_idx, occurrence)
-    if not all(isinstance(number, int) for number in numbers) or not all(
-        isinstance(text, str) for text in (doc_id, payload)
-    ):
-        return False
-    if not isinstance(result, bytes | None) or not isinstance(error, str | None) or (result is None) == (error is None):
+    result, error, found = row[6:]
+    if not all(map(isinstance, row, _TYPES)) or (result is None) == (error is None):
         return False
     return found is None or found == _checksum(row[:-1])
 

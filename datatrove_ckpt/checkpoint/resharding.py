@@ -17,7 +17,7 @@ answers are deleted before they are put again. ``reshard`` holds the locks of al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -200,15 +200,10 @@ def carry_out(
 def _merge_answers(staged: Path, path: Path, first: int) -> None:
     if not staged.exists():
         return
-    found = RequestCache(staged)
-    cache = RequestCache(path)
-    try:
+    with closing(RequestCache(staged)) as found, closing(RequestCache(path)) as cache:
         cache.forget_from(first)
         cache.put(found.answers_since(0, sorted(found.ordinals())))
         cache.sync()
-    finally:
-        cache.close()
-        found.close()
 
 
 def _forget_unfinished(folder: Path, has_record: bool) -> None:

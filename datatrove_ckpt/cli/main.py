@@ -97,23 +97,17 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``datatrove-ckpt``. Parsed arguments have the ``name`` of the command and its ``module``."""
-    parser = _Parser(
-        prog="datatrove-ckpt",
-        description="Crash-proof LLM inference for datatrove.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    what = "Crash-proof LLM inference for datatrove."
+    parser = _Parser(prog="datatrove-ckpt", description=what, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     examples = ["examples:\n"]
     for name, module, listed, text, arguments in _COMMANDS:
         description, _, epilog = text.partition("\n\n")
-        command = commands.add_parser(
-            name,
-            help=listed or f"{description[0].lower()}{description[1:-1]}",
-            description=description,
-            epilog=f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        what = listed or f"{description[0].lower()}{description[1:-1]}"
+        end = f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP)
+        command = commands.add_parser(name, help=what, description=description, epilog=end, formatter_class=as_written)
         command.set_defaults(name=name, module=module)
         for names, options in arguments:
             command.add_argument(*names, **options)
@@ -362,13 +356,7 @@ def migrate() -> None:
     _JSON,
     _flag("--all", "print a line for every rank, too"),
     _flag("--watch", "show it again and again, until the run is finished"),
-    _argument(
-        "SECONDS",
-        "seconds between two looks of --watch; 2 unless said otherwise",
-        "--interval",
-        type=_interval,
-        default=2.0,
-    ),
+    _argument("SECONDS", "between looks of --watch; 2 unless said otherwise", "--interval", type=_interval, default=2),
 )
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.

@@ -357,14 +357,8 @@ def _share(sizes: list[float]) -> str:
 def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
     executor = make_executor(arguments.config, arguments.overrides)
-    migration = Migration(
-        executor,
-        Path(arguments.folder).expanduser(),
-        arguments.logging_dir,
-        arguments.lacking_are_dropped,
-        arguments.any_text,
-        arguments.dry_run,
-    )
+    flags = arguments.lacking_are_dropped, arguments.any_text, arguments.dry_run
+    migration = Migration(executor, Path(arguments.folder).expanduser(), arguments.logging_dir, *flags)
     try:
         with log_disabled(*_NOT_ABOUT_IT):
             findings = migration.run()

@@ -37,13 +37,7 @@ from datatrove_ckpt.errors import ConfigError
 Schema = dict[str, Any]
 
 _NULL = {"type": "null"}
-_PLAIN: dict[Any, Schema] = {
-    type(None): _NULL,
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    str: {"type": "string"},
-}
+_PLAIN = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _IMPORT_PATH = {"type": "string", "pattern": r"^\w+(\.\w+)+$", "description": "import path: my_module.my_name"}
 _SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*)(?: ?\([^)]*\))?: ?(.*(?:\n(?:     .*|[ ]*(?=\n     )))*)", re.MULTILINE)
@@ -96,15 +90,9 @@ class _Definitions:
 
         known = [name for name, cls in self._classes.items() if _may_be(cls, kinds)]
         names = [*known, *(self._unknown_steps if PipelineStep in kinds else [])]
-        node: Schema = {
-            "type": "object",
-            "properties": {
-                "class_path": {"anyOf": [{"enum": names}, _IMPORT_PATH]},
-                "init_args": {"type": ["object", "null"]},
-            },
-            "required": ["class_path"],
-            "additionalProperties": False,
-        }
+        class_path = {"anyOf": [{"enum": names}, _IMPORT_PATH]}
+        properties = {"class_path": class_path, "init_args": {"type": ["object", "null"]}}
+        node = {"type": "object", "properties": properties, "required": ["class_path"], "additionalProperties": False}
         return node | ({"allOf": [self._choice(name) for name in known]} if known else {})
 
     def short(self) -> Schema:
@@ -181,7 +169,7 @@ class _Definitions:
     def _kind(self, kind: Any) -> Schema:
         outer, inner = origin(kind), typing.get_args(kind)
         if kind in _PLAIN:
-            return dict(_PLAIN[kind])
+            return {"type": _PLAIN[kind]}
         if outer is Literal:
             return {"enum": [*inner]}
         if outer is dict:

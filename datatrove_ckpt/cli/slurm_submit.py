@@ -101,14 +101,9 @@ def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
     Raises:
         ConfigError: squeue does not tell.
     """
+    command = ["squeue", "--noheader", "--jobs", job]
     try:
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_SQUEUE_TIMEOUT,
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SQUEUE_TIMEOUT)
         if asked.returncode == 0:
             return asked.stdout.strip() != ""
         if _FORGOTTEN in asked.stderr:

@@ -178,9 +178,8 @@ def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, p
     again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
     if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"
-    names = ", ".join(
-        f"LOGGING_DIR/completions/{number:05d}" for number in sorted({rank.number for rank in plan.ranks})
-    )
+    numbers = sorted({rank.number for rank in plan.ranks})
+    names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
     return (
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir LOGGING_DIR): datatrove skips "
         f"ranks that have such a marker. {again}"

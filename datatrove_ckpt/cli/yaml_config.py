@@ -153,20 +153,19 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     return construct(found, node.get("init_args"), label)
 
 
-def construct(cls: Any, arguments: Any, label: str) -> Any:
-    if not isinstance(arguments, dict | None):
-        raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
+def construct(cls: Any, given: Any, label: str) -> Any:
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
+    arguments: dict[str, Any] = given or {}
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments or {}, list(parameters), label, _homes)
-    if "api_key_env" in parameters and (arguments or {}).get("api_key"):
+        refuse_unknown(arguments, list(parameters), label, _homes)
+    if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {
-        key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in (arguments or {}).items()
-    }
+    values = {key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in arguments.items()}
     missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if missing:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
@@ -223,10 +222,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return _function(value, label, key) if isinstance(value, str) else value
     with contextlib.suppress(jsonargparse.ArgumentError):
         return checked(hint, value)
-    shown = HIDDEN if may_name_secret(key) else show(value)
-    raise ConfigError(
-        f"{label}: {key}: {shown} is not {in_words(kinds)}{_did_you_mean(value, choices_of(kinds)) or '.'}"
-    )
+    shown, hint = HIDDEN if may_name_secret(key) else show(value), _did_you_mean(value, choices_of(kinds)) or "."
+    raise ConfigError(f"{label}: {key}: {shown} is not {in_words(kinds)}{hint}")
 
 
 def checked(hint: Any, value: Any) -> Any:

@@ -17,13 +17,13 @@ caches are copied under the locks of their ranks.
 
 from __future__ import annotations
 
-import os
 import shutil
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -228,13 +228,7 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
 
 def _copy(source: Path, target: Path) -> None:
     with explained("read", source), source.open("rb") as file:
-        fd = files.disk.create(target)
-        try:
-            while block := file.read(_BLOCK):
-                files.disk.write(fd, block, target)
-        finally:
-            os.close(fd)
-    files.disk.sync(target)
+        files.disk.write_new(target, iter(partial(file.read, _BLOCK), b""))
 
 
 def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums: Fork) -> None:
@@ -246,8 +240,7 @@ def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums:
     """
     path, done = folder / CACHE, sorted(committed, key=lambda ordinals: ordinals.start)
     starts = [ordinals.start for ordinals in done]
-    cache = RequestCache(path)
-    try:
+    with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
         cache.forget_errors()
         answers = read_answers(kept) if kept is not None else iter(())
         while group := list(islice(answers, _ROWS_AT_ONCE)):
@@ -265,8 +258,6 @@ def _keep_answers(folder: Path, kept: Path | None, committed: list[range], sums:
                 sums.requests += 1
                 sums.prompt_tokens += usage.get("prompt_tokens") or 0
                 sums.completion_tokens += usage.get("completion_tokens") or 0
-    finally:
-        cache.close()  # moves SQLite's log into the database
     for aside in folder.glob(f"{CACHE}.damaged-*"):
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()  # the other run still has it
     files.disk.sync(path)

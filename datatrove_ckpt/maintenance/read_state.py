@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.history_log import (
     RecentHistory,
     downtime,
 )
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
@@ -520,9 +520,8 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     documents finishes fewer of them, and is not slow: both documents and tokens must be few.
     """
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
-    if not running:
-        return
-    finished = [speed for rank in ranks if rank.state == "finished" and (speed := _average_speed(rank))[1]]
+    measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
+    finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
     peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished
     if len(peers) < _MIN_PEERS:
         return
@@ -544,14 +543,6 @@ def find_left(ranks: Sequence[RankState]) -> None:
             rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
 
 
-def _speed(rates: Rates) -> tuple[float, float]:
-    """Documents and tokens per second; requests, if no server counts tokens."""
-    return rates.documents, rates.prompt_tokens + rates.completion_tokens or rates.requests
-
-
-def _average_speed(rank: RankState) -> tuple[float, float]:
-    """The same over all attempts; nothing if that would be chance."""
-    work, seconds = rank.work, rank.seconds
-    if not rank.is_measured:
-        return 0.0, 0.0
-    return work.documents / seconds, (work.prompt_tokens + work.completion_tokens or work.requests) / seconds
+def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
+    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
+    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds

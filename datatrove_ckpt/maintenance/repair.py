@@ -22,7 +22,6 @@ size. The lock file stays: it marks the rank as unfinished.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -85,10 +84,9 @@ def _claim(rank: RankLedger) -> RunClaim:
 
 
 def _check_unchanged(redo: Redo) -> None:
-    if redo.before is not None and redo.before != read_commits(redo.rank.commits_file):
-        raise CheckpointMismatch(
-            f"{redo.rank.commits_file} was changed by a run while its output was verified. Repair again."
-        )
+    path = redo.rank.commits_file
+    if redo.before is not None and redo.before != read_commits(path):
+        raise CheckpointMismatch(f"{path} was changed by a run while its output was verified. Repair again.")
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:
@@ -104,8 +102,9 @@ def _carry_out(redo: Redo) -> None:
         return
     letters_end = max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
     # Letters after the last one to keep are cut off below, or, after a crash, by the next run.
-    if between := [place for place in redo.letters if place[0] < letters_end]:
-        _blank(rank.dead_letters_file, between)
+    between = [place for place in redo.letters if place[0] < letters_end]
+    if between and rank.dead_letters_file.exists():
+        files.disk.replace(rank.dead_letters_file, _blanked(rank.dead_letters_file, between))
     # From here on a run accepts a log with the commits to keep only.
     _claim(rank).take(len(redo.kept))
     _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
@@ -117,24 +116,8 @@ def _carry_out(redo: Redo) -> None:
         files.disk.truncate(rank.dead_letters_file, letters_end)
 
 
-def _blank(path: Path, ranges: list[tuple[int, int]]) -> None:
-    """Overwrites these byte ranges of the file with spaces, atomically."""
-    if not path.exists():
-        return
-    new = path.with_name(path.name + ".new")
-    fd = files.disk.create(new)
-    files.copy_mode(path, fd)
-    try:
-        for block in _blanked(path, ranges):
-            files.disk.write(fd, block, new)
-    finally:
-        os.close(fd)
-    files.disk.sync(new)
-    files.disk.rename(new, path)
-    files.disk.sync_dir(path.parent)
-
-
 def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
+    """The file in blocks, with spaces in these ranges of bytes."""
     at = 0
     with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):
@@ -382,9 +365,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
     for commit in plan.kept:
         foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
         if foreign < 0:
-            return (
-                f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore that file."
-            )
+            return f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore it."
         if foreign:
             plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
         end = commit.dead_letters_size

@@ -429,13 +429,8 @@ _ZEROS = asdict(_NOTHING)
 
 
 def _attempt(attempt: AttemptSummary) -> Json:
-    return {
-        "number": attempt.number,
-        "started_at": _time(attempt.started),
-        "last_seen_at": _time(attempt.last_seen),
-        "ended_at": _time(attempt.ended),
-        **{name: getattr(attempt, name) for name in _OF_ATTEMPT},
-    }
+    times = {f"{name}_at": _time(getattr(attempt, name)) for name in ("started", "last_seen", "ended")}
+    return {"number": attempt.number, **times, **{name: getattr(attempt, name) for name in _OF_ATTEMPT}}
 
 
 def _time(at: float | None) -> str | None:

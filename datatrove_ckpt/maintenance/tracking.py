@@ -290,10 +290,8 @@ class MlflowRun:
         return min(left, key=lambda run: (run.info.start_time, run.info.run_id)) if left else None
 
     def _make(self, first_at: float) -> Any:
-        tags = {_JOB_TAG: self._job.job}
-        made = self._client.create_run(
-            self._experiment, start_time=int(first_at * 1000) or None, tags=tags, run_name=self._job.run_name
-        )
+        tags, start = {_JOB_TAG: self._job.job}, int(first_at * 1000) or None
+        made = self._client.create_run(self._experiment, start_time=start, tags=tags, run_name=self._job.run_name)
         first = self._find(first_at) or made
         if first.info.run_id != made.info.run_id:
             self._client.delete_run(made.info.run_id)
@@ -336,18 +334,12 @@ class WandbRun:
         private = {"disable_git": True, "disable_code": True}
         shared = {"mode": "shared", "x_label": job.prefix.rstrip("/")} if job.prefix else {}  # several write at once
         settings = wandb.Settings(init_timeout=60, **quiet, **private, **shared)
+        names = {"project": project, "entity": entity or None, "id": job.job, "name": job.run_name, "resume": "allow"}
+        place = os.environ.get("WANDB_DIR") or str(folder)
         before = os.umask(0o077)  # its files hold the settings, and with them the prompt
         try:
             self._run = wandb.init(
-                project=project,
-                entity=entity or None,
-                id=job.job,
-                name=job.run_name,
-                resume="allow",
-                config=dict(job.parameters),
-                settings=settings,
-                dir=os.environ.get("WANDB_DIR") or str(folder),
-                allow_val_change=True,
+                **names, config=dict(job.parameters), settings=settings, dir=place, allow_val_change=True
             )
         finally:
             os.umask(before)

@@ -232,9 +232,8 @@ def _check_settings(report: Report) -> None:
                 name = str(change.get("field"))
                 known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
             changes = compare(usual[0].run, RunIdentity(rank.settings))
-            if all(
-                {comparable(one.field, one.old), comparable(one.field, one.new)} <= known[one.field] for one in changes
-            ):
+            values = ((one.field, {comparable(one.field, value) for value in (one.old, one.new)}) for one in changes)
+            if all(known[name] >= both for name, both in values):
                 continue
             differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
             message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
@@ -481,16 +480,12 @@ def _check_duplicates(report: Report) -> set[str]:
 
 
 def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
-    intact = True
-    for file in chunk.files:
-        wrong = _wrong(report, file, found, full)
-        if wrong is not None:
-            kind, text = wrong
-            advice = report.redo_advice if kind in REDO_KINDS else ""
-            report.add_problem(kind, f"{file.path} {text}.{advice}", chunk.rank, chunk.index, file.path)
-            intact = False
+    wrong = [(file.path, *why) for file in chunk.files if (why := _wrong(report, file, found, full)) is not None]
+    for path, kind, text in wrong:
+        advice = report.redo_advice if kind in REDO_KINDS else ""
+        report.add_problem(kind, f"{path} {text}.{advice}", chunk.rank, chunk.index, path)
     # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
-    if full and intact and report.hub is None:
+    if full and not wrong and report.hub is None:
         _check_documents(report, chunk)
 
 
@@ -503,10 +498,8 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     try:
         with file_system_call():
             actual = _content_hash(report, file.path)
-    except FileNotFoundError:
-        return "missing", "is missing"
     except OSError as error:
-        if report.hub is not None and http_status(error) == 404:
+        if isinstance(error, FileNotFoundError) or (report.hub is not None and http_status(error) == 404):
             return "missing", "is missing"
         return "output", f"cannot be read: {failure_line(error)}"
     if actual != file.xxh128:
@@ -525,9 +518,8 @@ def _content_hash(report: Report, path: str) -> str:
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:
-    countable = chunk.documents is not None
-    numbers = [_count_documents(report.folder, file.path) for file in chunk.files] if countable else [None]
-    if None in numbers:
+    numbers = [_count_documents(report.folder, file.path) for file in chunk.files if chunk.documents is not None]
+    if chunk.documents is None or None in numbers:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
         return
     found = sum(number or 0 for number in numbers)
@@ -538,12 +530,10 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
 
 def _count_documents(folder: DataFolder, path: str) -> int | None:
     """The number of documents in a file; None if the file's format is unknown here."""
-    try:
+    with suppress(ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or no codec
         if (known := format_of_file(path)) is not None:
             with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
                 return known.count(file)
-    except (ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or a missing codec
-        return None
     return None
 
 

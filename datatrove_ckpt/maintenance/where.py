@@ -218,15 +218,9 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
     folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    place = Place(
-        str(local),
-        local or Path(),
-        [path],
-        tasks=tasks if isinstance(tasks, int) and is_count(tasks) else 1,
-        logging_dir=logging_dir if isinstance(logging_dir, str) else None,
-        output=folder if isinstance(folder, str) else None,
-        config=config,
-    )
+    place = Place(str(local), local or Path(), [path], config=config)
+    place.tasks = tasks if isinstance(tasks, int) and is_count(tasks) else 1
+    place.logging_dir, place.output = (one if isinstance(one, str) else None for one in (logging_dir, folder))
     if local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):

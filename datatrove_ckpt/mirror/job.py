@@ -9,7 +9,6 @@ writes ``job.json`` anew, and the next ranks read one object.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, compare, parse_run, refusal, way_back
-from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
+from datatrove_ckpt.checkpoint.identity import compare, parse_run, refusal, way_back
+from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journal, is_rank, rank_folder
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
@@ -64,7 +63,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
     return missing
 
 
-def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Callable[[Change], bool]) -> JobChanges:
+def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Counts) -> JobChanges:
     """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not said here.
@@ -180,12 +179,7 @@ def _read_job(store: ObjectStore) -> Json:
 
 
 def _compare(
-    store: ObjectStore,
-    root: Path,
-    job: Json,
-    identity: RunIdentity,
-    counts: Callable[[Change], bool],
-    without: int | None = None,
+    store: ObjectStore, root: Path, job: Json, identity: RunIdentity, counts: Counts, without: int | None = None
 ) -> JobChanges:
     ranks = [int(name) for name in store.names() if is_rank(name)]
     ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]

@@ -310,13 +310,9 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
     for line in data.splitlines():
         try:
             row = orjson.loads(line)
-            request = CachedRequest(
-                row["chunk_index"],
-                row["ordinal"],
-                row["doc_id"],
-                AnswerKey(*row["key"]),
-                Answer(None if row["result"] is None else row["result"].encode(), row["error_message"]),
-            )
+            result = row["result"]
+            answer = Answer(None if result is None else result.encode(), row["error_message"])
+            request = CachedRequest(row["chunk_index"], row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"an answer is damaged ({error!r})") from error
         if not has_right_types(request):

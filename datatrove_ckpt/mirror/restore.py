@@ -24,8 +24,6 @@ start.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -208,7 +206,7 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
     files.disk.remove_tree(staging)
     files.disk.make_dir(staging)
     for file, parts in manifest.files.items():
-        _write(staging / file, (mirrored.read_object(part) for part in parts))
+        files.disk.write_new(staging / file, map(mirrored.read_object, parts))
     if not manifest.finished:
         _fill_cache(mirrored, manifest.answers, staging / CACHE)
     try:
@@ -221,18 +219,8 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
-    _write(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
+    files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
-
-
-def _write(path: Path, blocks: Iterable[bytes]) -> None:
-    fd = files.disk.create(path)
-    try:
-        for block in blocks:
-            files.disk.write(fd, block, path)
-    finally:
-        os.close(fd)
-    files.disk.sync(path)
 
 
 def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:

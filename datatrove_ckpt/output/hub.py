@@ -24,7 +24,7 @@ from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
 from datatrove_ckpt.retrying import http_status
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 HUB = "hf://"
 BUCKET = "bucket"
@@ -200,6 +200,18 @@ class HubFolder:
         for entry in entries:
             if hasattr(entry, "size") and entry.path.startswith(start):  # a file
                 yield entry.path.removeprefix(start), _hub_file(entry)
+
+    def commit(
+        self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, head: str | None = None
+    ) -> None:
+        """Commits to the branch; with ``head``, only if that is its newest commit.
+
+        Raises:
+            OSError: the hub refuses, or cannot be reached.
+        """
+        self.api().create_commit(
+            self.repo, operations, commit_message=message, repo_type=self.kind, revision=self.branch, parent_commit=head
+        )
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """The content of a file in a repository, in blocks of at most ``size`` bytes. One request, nothing is kept.

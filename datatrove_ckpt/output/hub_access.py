@@ -63,9 +63,8 @@ def check_access(
     except _Refused as error:
         raise OutputFailed(str(error)) from None
     except OSError as error:
-        raise OutputFailed(
-            f"{folder.url}: {access.shown(error)}. {folder.advice(error)} Then run the same command again."
-        ) from error
+        advice = f"{folder.advice(error)} Then run the same command again."
+        raise OutputFailed(f"{folder.url}: {access.shown(error)}. {advice}") from error
 
 
 def private_if_made(writer: DiskWriter) -> bool | None:

@@ -199,16 +199,7 @@ class HubUploads:
         operations = [file.operation() for file in files if file.name not in found]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
-        commit = partial(
-            folder.api().create_commit,
-            folder.repo,
-            operations,
-            commit_message=message,
-            repo_type=folder.kind,
-            revision=folder.branch,
-            parent_commit=head,
-        )
-        self._calls.run(commit, ANSWER_SECONDS)
+        self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
     def _refuse(self, names: Iterable[str]) -> None:
@@ -442,13 +433,8 @@ def _remove(hub: HubFolder, names: Sequence[str]) -> None:
     if hub.is_bucket:
         hub.api().batch_bucket_files(hub.repo, delete=there)
         return
-    hub.api().create_commit(
-        hub.repo,
-        [CommitOperationDelete(path) for path in there],
-        commit_message=f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair",
-        repo_type=hub.kind,
-        revision=hub.branch,
-    )
+    message = f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair"
+    hub.commit([CommitOperationDelete(path) for path in there], message)
 
 
 def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:

@@ -48,9 +48,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
             "hub: hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
-        return _take_over(
-            writer, HuggingFaceDatasetWriter, HubFolder("dataset", _owned(writer.dataset), writer.revision)
-        )
+        repository = HubFolder("dataset", _owned(writer.dataset), writer.revision)
+        return _take_over(writer, HuggingFaceDatasetWriter, repository)
     if writer.overwrite:
         raise ConfigError(
             "output_writer: overwrite=True would delete what earlier attempts of this run have written. Delete the "
@@ -65,9 +64,7 @@ def _owned(name: str) -> str:
     return name
 
 
-def _take_over(
-    writer: Any, kind: type[ParquetWriter], folder: HubFolder
-) -> ParquetWriter:  # Any: writers have no types
+def _take_over(writer: Any, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:  # writers have no types
     adapter = getattr(writer.adapter, "__func__", writer.adapter)
     taken = kind(
         folder.url,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -252,10 +253,8 @@ def _check_sqlite(probe: Path) -> Finding:
         cache = RequestCache(probe / CACHE)
     except CheckpointError as error:
         return Finding("problem", "SQLite", f"the request cache cannot be opened here: {error}")
-    try:
+    with closing(cache):
         found = _second_process("sqlite", cache.path)
-    finally:
-        cache.close()
     if found == "kept out":
         return Finding("ok", "SQLite", "WAL without shared memory works, and a second process is kept out.")
     text = f"a second process was not kept out of the request cache ({found}): start no rank twice."
@@ -428,14 +427,8 @@ def traits(mount: Mount | None) -> FilesystemTraits:
     if mount.kind in _NETWORK:
         return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
     if mount.kind.startswith("fuse") and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES:
-        return FilesystemTraits(
-            f"{mount.kind} (an object store)",
-            shared=True,
-            concerns=(
-                "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL.",
-            ),
-            unsupported=True,
-        )
+        text = "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL."
+        return FilesystemTraits(f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True)
     return FilesystemTraits(f"{mount.kind} (local)")
 
 

@@ -58,11 +58,8 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.runner import InferenceRunner
 
-_ANSWER = {
-    "text": "An answer.",
-    "finish_reason": "stop",
-    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-}
+_USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+_ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
 
 @dataclass

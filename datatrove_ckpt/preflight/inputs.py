@@ -167,13 +167,11 @@ def _check_reader(
             ranks.append(rank)
     if ranks:
         all_finished = {*range(tasks)} <= records.keys() - resuming
+        where = "added" if all_finished else "added, or moved here from another rank"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
-            *_line(
-                "added" if all_finished else "added, or moved here from another rank",
-                map(repr, sorted(added - then.keys())),
-            ),
+            *_line(where, map(repr, sorted(added - then.keys()))),
             *(f"  {name}: {text}" for name, text in options.items()),
         ]
         raise CheckpointMismatch(

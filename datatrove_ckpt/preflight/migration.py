@@ -185,14 +185,10 @@ class Migration:
         for rank in sorted({rank for base in bases for rank in _ranks(base)}):
             folders = [rank_folder(base, rank) for base in bases]
             lasts = [last_chunk_file(base, rank) for base in bases]
-            found[rank] = Theirs(
-                next(filter(_is_theirs, folders), folders[-1] / "none"),
-                next(filter(is_datatroves, lasts), lasts[0].with_name("none")),
-                self._outputs(rank),
-                self._step,
-                self.lacking_are_dropped,
-                self.any_text,
-            )
+            folder = next(filter(_is_theirs, folders), folders[-1] / "none")
+            last = next(filter(is_datatroves, lasts), lasts[0].with_name("none"))
+            outputs = self._outputs(rank)
+            found[rank] = Theirs(folder, last, outputs, self._step, self.lacking_are_dropped, self.any_text)
         if not found:
             raise ConfigError(
                 f"--from: {str(self.folder)!r} holds no checkpoint of datatrove's own InferenceRunner "

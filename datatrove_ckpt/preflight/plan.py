@@ -107,9 +107,8 @@ class Table:
 def make_table(setting: str, cost: Quantiles, mtbf: float, now: Seconds | None, tuning: Tuning) -> Table:
     """The table of a setting whose present value is ``now``, in seconds (None: not set)."""
     # In two significant digits, and not shorter than ``auto`` ever is.
-    best, low, high = (
-        max(float(f"{daly(seconds, mtbf):.2g}"), tuning.shortest) for seconds in (cost.median, cost.low, cost.high)
-    )
+    costs = (cost.median, cost.low, cost.high)
+    best, low, high = (max(float(f"{daly(seconds, mtbf):.2g}"), tuning.shortest) for seconds in costs)
     auto = tuning.interval([cost.median])
     notes: dict[float, list[str]] = {step: [] for step in _LADDER if best / 40 <= step <= best * 40}
     notes.setdefault(best, []).append("best")

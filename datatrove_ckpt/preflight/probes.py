@@ -11,7 +11,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,33 +112,29 @@ def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> D
     answers = [_answer(number) for number in range(max(1, size // _ANSWER_BYTES))]
     lines = b"\n".join(answer.answer.result or b"" for answer in answers)
     journal = files.AppendFile(probe / f"journal-{size}")
-    cache = RequestCache(probe / f"cache-{size}.sqlite3")
+    with closing(RequestCache(probe / f"cache-{size}.sqlite3")) as cache:
 
-    def write() -> None:
-        cache.put(answers)
-        journal.append(lines)
+        def write() -> None:
+            cache.put(answers)
+            journal.append(lines)
 
-    def sync() -> None:
-        journal.sync()
-        cache.sync()
+        def sync() -> None:
+            journal.sync()
+            cache.sync()
 
-    try:
         write()
         sync()  # the first sync includes the new file names
         writes, syncs = [], []
         for _ in _repeats(seconds, at_most):
             writes.append(_timed(write))
             syncs.append(_timed(sync))
-    finally:
-        cache.close()
     return DiskCost(size, Quantiles.of(writes), Quantiles.of(syncs))
 
 
 def _answer(number: int) -> CachedRequest:
     # Random bytes: a file system that compresses must not look faster than it is.
-    return CachedRequest(
-        0, number, "", AnswerKey(0, "", 0), Answer(secrets.token_hex(_ANSWER_BYTES // 2).encode(), None)
-    )
+    text = secrets.token_hex(_ANSWER_BYTES // 2).encode()
+    return CachedRequest(0, number, "", AnswerKey(0, "", 0), Answer(text, None))
 
 
 # A remote folder -----------------------------------------------------------------------------------------------------

@@ -139,9 +139,8 @@ def enough_open_files(requests: int, servers: int) -> Iterator[None]:
     except Exception as error:
         if any(is_caused_by_limit(cause) for cause in causes(error)):
             first = str(error).partition("\n")[0].rstrip(".")
-            raise limit_reached(
-                first if isinstance(error, CkptError) else f"{type(error).__name__}: {first}"
-            ) from error
+            name = "" if isinstance(error, CkptError) else f"{type(error).__name__}: "
+            raise limit_reached(name + first) from error
         raise
 
 

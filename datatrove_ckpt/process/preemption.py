@@ -76,7 +76,7 @@ from datatrove_ckpt.process.slurm_job import (
     stop_time,
     usual_handler,
 )
-from datatrove_ckpt.process.worker import is_worker
+from datatrove_ckpt.process.worker import worker_slot
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
 # For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
@@ -391,6 +391,6 @@ class Preemption:
             # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
             # parent decides what follows.
             usual = {number: self._previous.get(number, signal.getsignal(number)) for number in _REQUEUING}
-            if not is_worker():
+            if worker_slot() is None:
                 self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)

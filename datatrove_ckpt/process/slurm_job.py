@@ -72,11 +72,10 @@ def requeue_if_preempted() -> None:
 
 
 def _scontrol(*arguments: str) -> str:
-    done = subprocess.run(
-        ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
-    )
+    command = ["scontrol", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False)
     if done.returncode:
-        raise subprocess.SubprocessError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
+        raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -159,12 +158,10 @@ async def slurm_deadline() -> float | None:
 
 
 async def _output(*command: str) -> str:
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+        *command, stdin=nothing, stdout=pipe, stderr=nothing, env=environment
     )
     try:
         async with asyncio.timeout(_SQUEUE_TIMEOUT):

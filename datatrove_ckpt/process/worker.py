@@ -58,13 +58,11 @@ class Reported(NamedTuple):
     progress: RankProgress
 
 
-def is_worker() -> bool:
-    """Whether this process is a worker, whose signal handlers are our own."""
-    return _slot is not None
-
-
 def worker_slot() -> int | None:
-    """The number of this worker among those that work at the same time, from 0; None if this process is none."""
+    """The number of this worker among those that work at the same time, from 0; None if this process is none.
+
+    The signal handlers of a worker are our own.
+    """
     return _slot
 
 

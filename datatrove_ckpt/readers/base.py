@@ -360,11 +360,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
         options["default_metadata"] = metadata_hash(self.default_metadata)
-        return {
-            key: shorten(value) if isinstance(value, str) else value
-            for key, value in options.items()
-            if value is not None
-        }
+        known = {key: value for key, value in options.items() if value is not None}
+        return {key: shorten(value) if isinstance(value, str) else value for key, value in known.items()}
 
     def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
         name, size = inputs.names[index], inputs.known_size(index)

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 _ZSTD_BYTES = 2**14
 # Names that fsspec does not know unless the library is installed: it would read such a file as if it were text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
-_INSTALL = {
-    "zstd": "pip install 'datatrove-ckpt[zstd]'",
-    "lz4": "pip install lz4",
-    "snappy": "pip install python-snappy",
-}
+_PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
 _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", "pyarrow"}
 
@@ -59,7 +55,7 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
         else:
             return _ZstdFile(file)
     if codec not in compr:
-        install = _INSTALL.get(codec, "install its library")
+        install = f"pip install {_PACKAGES[codec]}" if codec in _PACKAGES else "install its library"
         raise ConfigError(
             f"The input file {name!r} is compressed with {codec}, which this Python cannot read: {install}."
         )

@@ -220,9 +220,8 @@ def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
 def _sample_rows(dataset: Any) -> str:
     """A hash of the number of rows, the columns, and some rows; the same wherever and however they are stored."""
     count = len(dataset)
-    rows = sorted(
-        {number * (count - 1) // max(1, _SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)} if count else ()
-    )
+    last = count - 1
+    rows = sorted({number * last // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}) if count else []
     content = dataset.with_format("arrow")[rows].to_pylist() if rows else []
     return str(xxh3_64_hexdigest(repr((count, dataset.column_names, content)).encode()))
 

@@ -49,11 +49,8 @@ _Entries: TypeAlias = list[tuple[str, int]]
 
 def remedy(verb: str = "Restore it") -> str:
     """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
-    if in_pipeline():
-        return (
-            f"{verb}, or start from the beginning: with another checkpoints_local_dir, output_folder and logging_dir."
-        )
-    return f"{verb}, or start from the beginning, without the saved state."
+    folders = ": with another checkpoints_local_dir, output_folder and logging_dir"
+    return f"{verb}, or start from the beginning{folders if in_pipeline() else ', without the saved state'}."
 
 
 class Inputs:

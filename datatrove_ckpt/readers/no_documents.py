@@ -46,10 +46,9 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
     Raises:
         NoDocument: always, but for such a file.
     """
+    folder = reader.data_folder.path
     if text := explain(reader, name, damaged):
-        raise NoDocument(
-            f"This task's input holds no document, although {name!r} in {reader.data_folder.path} is not empty. {text}"
-        )
+        raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:

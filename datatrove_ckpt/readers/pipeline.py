@@ -139,12 +139,10 @@ def _row(metric: MetricStats) -> list[Any] | None:
 
 
 def _from_json(content: State) -> MetricStatsDict:
-    return MetricStatsDict(
-        init={
-            name: MetricStats(total, n, mean, low, high, variance, unit)
-            for name, (total, n, mean, variance, low, high, unit) in content.items()
-        }
-    )
+    found = {}
+    for name, (total, n, mean, variance, low, high, unit) in content.items():
+        found[name] = MetricStats(total, n, mean, low, high, variance, unit)
+    return MetricStatsDict(init=found)
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:

@@ -64,14 +64,9 @@ class SkippedLines(NamedTuple):
     def __add__(self, other: object) -> SkippedLines:
         if not isinstance(other, SkippedLines):
             return NotImplemented
-        at_least = self.at_least or other.at_least
-        return SkippedLines(
-            self.damaged + other.damaged,
-            self.without_text + other.without_text,
-            at_least,
-            self.files + other.files,
-            (*self.names, *other.names)[:_NAMED_FILES],
-        )
+        counts = self.damaged + other.damaged, self.without_text + other.without_text
+        names = (*self.names, *other.names)[:_NAMED_FILES]
+        return SkippedLines(*counts, self.at_least or other.at_least, self.files + other.files, names)
 
     def __str__(self) -> str:
         """A sentence for a closing line, with a space before it; empty if there are none."""

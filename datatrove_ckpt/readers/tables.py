@@ -283,9 +283,8 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
             # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
             size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
             size = min((_fitting(size, one.num_rows, one.total_byte_size) for one in groups[group:]), default=size)
-            for batch in file.iter_batches(
-                batch_size=size, row_groups=list(range(group, len(rows_of))), columns=self._columns
-            ):
+            following = list(range(group, len(rows_of)))
+            for batch in file.iter_batches(batch_size=size, row_groups=following, columns=self._columns):
                 offset = 0
                 while offset < batch.num_rows:
                     while start == rows_of[current]:

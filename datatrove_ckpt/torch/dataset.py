@@ -167,9 +167,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             TypeError: the rows of the input were not counted.
         """
         if self._index is None:
-            raise TypeError(
-                f"A ReaderDataset of {type(self.reader).__name__} has no length, because its rows are not counted."
-            )
+            raise TypeError(f"A ReaderDataset of {type(self.reader).__name__} has no length: its rows are not counted.")
         rows = Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
         return -(-rows // self.settings.batch) if self.arrays else rows
 

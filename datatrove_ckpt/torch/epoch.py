@@ -371,9 +371,7 @@ class Epoch(Iterator[Any]):
         if not self._skipped:
             [row] = source.rows(*self._plan.places(number, number + 1))
             what = "so another document comes twice" if even else "so this epoch has fewer samples than len() says"
-            logger.warning(
-                f"Row {row.number} of {row.name!r} holds no document, {what}. Further such rows are skipped, too."
-            )
+            logger.warning(f"Row {row.number} of {row.name!r} holds no document, {what}. Further ones are skipped.")
         self._skipped += 1
         if not even:
             return None

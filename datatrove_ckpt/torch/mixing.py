@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.stateful import State, StatefulWrapper, at_epoch
+
+AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 
 _END = object()
 _PASS = 32  # bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own has
@@ -43,19 +45,13 @@ class Mix(StatefulWrapper):
         ConfigError: a setting cannot work.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Any],
-        weights: Sequence[float],
-        seed: int = 0,
-        at_end: Literal["stop", "drop", "repeat"] = "stop",
-    ) -> None:
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float], seed: int = 0, at_end: AtEnd = "stop") -> None:
         super().__init__(sources)
         if not sources or len(sources) != len(weights):
             raise ConfigError(f"weights must have one number for each source: {len(sources)}, not {len(weights)}.")
         if not all(isfinite(weight) and weight > 0 for weight in weights):
             raise ConfigError(f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused sources.")
-        if at_end not in ("stop", "drop", "repeat"):
+        if at_end not in get_args(AtEnd):
             raise ConfigError(f"at_end must be 'stop', 'drop' or 'repeat', not {at_end!r}.")
         self.weights = [float(weight) for weight in weights]
         self.seed = seed

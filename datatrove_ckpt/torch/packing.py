@@ -72,9 +72,7 @@ class Pack(StatefulWrapper):
         if not isinstance(fill, Mapping):
             return dict.fromkeys(self.columns, fill)
         if set(fill) != set(self.columns):
-            raise ConfigError(
-                f"{name} must have a number for each of the columns {self.columns}, not for {list(fill)}."
-            )
+            raise ConfigError(f"{name} must have a number for each column of {self.columns}, not for {list(fill)}.")
         return dict(fill)
 
     def _options(self) -> State:

@@ -191,15 +191,13 @@ def merge_states(states: Sequence[DatasetState]) -> DatasetState:
             )
     if first.slot is None or first.topology is None:
         return first  # merged before, and the same for all
-    topology = first.topology
+    topology, ranks = first.topology, first.topology.ranks
     samples: dict[Slot | None, int] = {}
     for state in states:
         if state.slot in samples:
             raise CheckpointMismatch(f"There are two states of {state.slot}. Give one state of each rank.")
         samples[state.slot] = state.samples
-    slots = [
-        Slot(n % topology.ranks, topology.ranks, n // topology.ranks, topology.workers) for n in range(topology.slots)
-    ]
+    slots = [Slot(n % ranks, ranks, n // ranks, topology.workers) for n in range(topology.slots)]
     for slot in slots:
         if slot not in samples:
             raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")

@@ -38,9 +38,9 @@ def log_event(kind: str, name: str) -> None:
     os.close(descriptor)
 
 
-async def post(session: Any, url: Any, body: bytes, model: str) -> bytes:
+async def post(transport: Any, body: Any, model: str) -> bytes:
     log_event("asked", orjson.loads(body)["user"])
-    return await _post(session, url, body, model)
+    return await _post(transport, body, model)
 
 
 _post, client.post = client.post, post

@@ -286,6 +286,18 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
 
 
+def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault() -> None:
+    said = (
+        b'{"error":{"code":500,"message":"input (601 tokens) is too large to process. increase the physical batch size '
+        b'(current batch size: 512)","type":"server_error"}}'
+    )
+    outcome = Outcome(answer(http(500, said)))
+    assert isinstance(outcome.result, RequestRejected)
+    assert (outcome.result.status, outcome.result.body) == (413, said.decode())
+    quoted = http(500, b'{"error":{"code":500,"message":"crashed at: %s"}}' % said.replace(b'"', b"'"))
+    assert isinstance(Outcome(answer(quoted), answer(http(200, chat()))).result, Completion), "a document may quote it"
+
+
 @pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))

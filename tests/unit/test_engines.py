@@ -25,8 +25,10 @@ from datatrove_ckpt.config.inference_config import (
     Nodes,
     ServerType,
 )
+from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.inference.servers import sglang_launch
+from datatrove_ckpt.inference.servers.llamacpp import flags_set
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.redaction import Key
@@ -145,6 +147,33 @@ def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
     argv = command_of(config("llamacpp", **settings), "/m.gguf").argv
     assert f" {flag} " in f"{' '.join(argv)} "
     assert "".join(argv).count("--threads") == 1
+
+
+def test_the_llamacpp_servers_of_all_models_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
+    models = {"writer": config("llamacpp"), "judge": config("llamacpp", replicas=2), "other": config("vllm")}
+    for name, one in models_of(models).items():
+        argv = " ".join(command_of(one, "/m.gguf").argv)
+        assert ("--threads 2" in argv) == (name != "other")
+
+
+def test_llamacpp_embeds_each_text_in_one_batch() -> None:
+    """See tests/real/test_ways.py for what it answers otherwise."""
+    settings = config("llamacpp", model_max_context=700, model_kwargs={"embedding": True, "n_batch": 900})
+    argv = " ".join(command_of(settings, "/m.gguf").argv)
+    assert " --n-ubatch 700 --kv-unified " in argv
+    assert argv.count("--n-batch") == argv.count("--n-batch=900") == 1
+    assert "--kv-unified" not in command_of(config("llamacpp"), "/m.gguf").argv
+
+
+def test_llamacpps_flags_set_enums() -> None:
+    xllamacpp = pytest.importorskip("xllamacpp")
+    needed = ["--model=m", "--alias=a", "--port=1"]
+    params = flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=MEAN", "--cache-type-k=q8_0"])
+    assert params.pooling_type == xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
+    assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_Q8_0
+    with pytest.raises(SystemExit):
+        flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=median"])
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")

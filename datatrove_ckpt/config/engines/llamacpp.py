@@ -59,7 +59,12 @@ class Llamacpp(Engine):
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: Launch) -> EngineCommand:
-        """The servers of a rank divide the cores, because more threads than cores slow all of them."""
+        """The servers of a rank divide the cores, because more threads than cores slow all of them.
+
+        llama.cpp embeds a text in one batch, and refuses one that is longer than ``n-ubatch``. Its cache by requests
+        cuts a batch of texts into pieces of equal length, and the mean is over the last piece: wrong vectors, and no
+        error. One cache for all requests does not.
+        """
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
@@ -71,6 +76,8 @@ class Llamacpp(Engine):
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
             "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
+        if launch.flags.get("embedding"):
+            flags |= {"n-batch": config.model_max_context, "n-ubatch": config.model_max_context, "kv-unified": True}
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 
     def form_fields(self, kind: str, value: FormValue) -> FormFields | str:

@@ -7,6 +7,7 @@ raised here have no cause attached, because the frames of their causes hold head
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
@@ -31,6 +32,12 @@ _KEEPALIVE = 4.0
 # 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
 _ANSWERED = frozenset({200, 201, 203})
 _SHOWN_BODY = 2000  # characters
+# llama.cpp's 500 for a text that it cannot embed, however often it is asked. All of the body, which quotes no text.
+_TOO_LARGE = re.compile(
+    rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. increase the physical batch '
+    rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
+)
+_CONTENT_TOO_LARGE = 413  # what a server means by it
 
 
 Transport: TypeAlias = "PlainTransport | AiohttpTransport"
@@ -122,6 +129,8 @@ def is_rejection(status: int) -> bool:
 
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
+    if status == 500 and _TOO_LARGE.fullmatch(response.body):
+        status = _CONTENT_TOO_LARGE
     # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
     if is_rejection(status):

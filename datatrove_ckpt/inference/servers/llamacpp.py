@@ -6,6 +6,7 @@ process at once.
 
 Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
 (``--n-batch=512 --n-gpu-layers=99``). So ``model_kwargs`` reaches all of llama.cpp, and we need no list of its fields.
+A field that is an enum takes the end of a member's name: ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
@@ -30,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal arrives; the exit code."""
     import xllamacpp
 
-    params = _params(xllamacpp.CommonParams(), arguments)
+    params = flags_set(xllamacpp.CommonParams(), arguments)
     # Blocks until the model is loaded; /v1/models answers 503 meanwhile.
     try:
         server = xllamacpp.Server(params)
@@ -42,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.pause()
 
 
-def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
+def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams:
     """llama.cpp's settings. What is wrong with an argument ends the process with exit code 2."""
     usage = (
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain fields of common_params"
@@ -52,12 +55,16 @@ def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
         usage=usage, argument_default=argparse.SUPPRESS, conflict_handler="resolve", allow_abbrev=False
     )
     kinds = {name: type(getattr(params, name)) for name in dir(params) if not name.startswith("_")}
-    fields = {f"{name.replace('_', '-')}": (name, kind) for name, kind in kinds.items() if kind in _PLAIN}
+    fields = {
+        f"{name.replace('_', '-')}": (name, kind)
+        for name, kind in kinds.items()
+        if kind in _PLAIN or issubclass(kind, Enum)
+    }
     for flag, (name, kind) in fields.items():
         if kind is bool:
             parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
     for flag, (name, kind) in fields.items():  # last, because a field called no_x is not the opposite of x
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": _reader(kind)}
         parser.add_argument(f"--{flag}", dest=name, **how)
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
@@ -84,6 +91,21 @@ def _params(params: CommonParams, arguments: list[str] | None) -> CommonParams:
         except (TypeError, ValueError) as error:
             parser.error(f"unrecognized arguments: --{name}={value} ({error})")
     return params
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    """What makes a field's value of a flag's text."""
+    if not issubclass(kind, Enum):
+        return kind
+    prefix = f"{kind.__name__.upper()}_"
+    members = {name.removeprefix(prefix).lower(): member for name, member in kind.__members__.items()}
+
+    def read(text: str) -> Enum:
+        if text.lower() not in members:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(members)}")
+        return members[text.lower()]
+
+    return read
 
 
 if __name__ == "__main__":

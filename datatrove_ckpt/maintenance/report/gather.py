@@ -301,9 +301,8 @@ def _tables(
     yield _models(run.together.models)
     yield _ranks(ranks)
     yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
-    identity = [
-        (key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in run.identity.items()
-    ]
+    known = run.identity.items()
+    identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
 
 
@@ -334,15 +333,10 @@ def _interruptions(found: Sequence[Interruption]) -> Table:
 
 def _interruption(one: Interruption) -> list[str]:
     unknown = "not known" if one.why == NO_WORD else ""
-    return [
-        one.name,
-        clock(one.at),
-        one.why,
-        one.place,
-        "none yet" if one.away is None else duration(one.away),
-        "" if one.starting is None else duration(one.starting),
-        unknown if one.repeated is None else figure(one.repeated),
-    ]
+    away = "none yet" if one.away is None else duration(one.away)
+    starting = "" if one.starting is None else duration(one.starting)
+    again = unknown if one.repeated is None else figure(one.repeated)
+    return [one.name, clock(one.at), one.why, one.place, away, starting, again]
 
 
 def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
@@ -352,14 +346,10 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
         requests: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [attempt.spread for log in logs for attempt in log.attempts if attempt.spread is not None]
-    kinds = {
-        "latency": [one.milliseconds for one in found],
-        "prompt tokens": [one.prompt_tokens for one in found],
-        "completion tokens": [one.completion_tokens for one in found],
-    }
+    kinds = {"latency": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
     rows, counted = [], 0
-    for kind, spreads in kinds.items():
-        buckets = Buckets(sum((Counter(one) for one in spreads), Counter()))
+    for kind, name in kinds.items():
+        buckets = Buckets(sum((Counter(getattr(one, name)) for one in found), Counter()))
         if number := sum(buckets.values()):
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
@@ -402,20 +392,9 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
         if is_slow and not reason and rate is not None:
             reason = f"slow: {percent(rate / median)} of the median"
         tones.append("critical" if _TONES.get(state.state) == "critical" else "warning" if is_slow else "")
-        rows.append(
-            [
-                one.key,
-                state.state,
-                figure(state.documents),
-                "" if share is None else percent(share),
-                "" if rate is None else figure(rate),
-                figure(state.number_of_attempts),
-                figure(state.chunks),
-                figure(state.unfinished_chunks),
-                figure(state.counts.dead),
-                reason,
-            ]
-        )
+        done, pace = "" if share is None else percent(share), "" if rate is None else figure(rate)
+        numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
+        rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), reason])
     note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
     columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
     return Table("Ranks", columns, rows, note, tones)

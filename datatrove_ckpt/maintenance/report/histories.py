@@ -299,15 +299,11 @@ def together(found: Iterable[Interruption]) -> list[Interruption]:
 def _joined(group: Sequence[Interruption]) -> Interruption:
     first, places = group[0], sorted({one.place for one in group})
     repeated = [one.repeated for one in group if one.repeated is not None]
-    return Interruption(
-        tuple(rank for one in group for rank in one.ranks),
-        first.at,
-        first.why,
-        places[0] if len(places) == 1 else f"{len(places)} places: {places[0]}, ...",
-        _sum(one.away for one in group),
-        _sum(one.starting for one in group),
-        sum(repeated) if len(repeated) == len(group) else None,
-    )
+    ranks = tuple(rank for one in group for rank in one.ranks)
+    place = places[0] if len(places) == 1 else f"{len(places)} places: {places[0]}, ..."
+    away, starting = _sum(one.away for one in group), _sum(one.starting for one in group)
+    again = sum(repeated) if len(repeated) == len(group) else None
+    return Interruption(ranks, first.at, first.why, place, away, starting, again)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -107,15 +107,14 @@ class Page:
     def html(self) -> str:
         """The page as text, to be written as UTF-8."""
         as_of = f", as of {clock(self.made_at)}"
+        groups = [each for each in (self.figures, self.costs) if each]
         parts = {
             "title": escaped(f"{self.model or 'run'}: {self.state}, {shortened(self.where, 80)}"),
             "name": name(self.model or self.where),
             "state": element("span", self.state, class_=f"pill {self.tone}"),
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
             "notes": joined(element("p", line, class_="note") for line in self.missing),
-            "figures": joined(
-                element("dl", *map(_figure, each), class_="figures") for each in (self.figures, self.costs) if each
-            ),
+            "figures": joined(element("dl", *map(_figure, each), class_="figures") for each in groups),
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
         }
@@ -126,13 +125,9 @@ class Page:
 def _figure(one: Figure) -> Markup:
     exact = None if one.value is None else repr(one.value)
     kind = f"value {one.tone}".strip()
-    return element(
-        "div",
-        element("dt", one.label),
-        element("dd", one.text, class_=kind, data_figure=one.key or None, data_value=exact),
-        element("dd", one.note, class_="remark") if one.note else "",
-        class_="figure",
-    )
+    text = element("dd", one.text, class_=kind, data_figure=one.key or None, data_value=exact)
+    remark = element("dd", one.note, class_="remark") if one.note else ""
+    return element("div", element("dt", one.label), text, remark, class_="figure")
 
 
 def _table(table: Table) -> Markup:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -147,13 +148,10 @@ class Scanner:
         return found
 
     def _recover(self, found: RankInput) -> None:
-        cache = RequestCache(found.folder / CACHE)
-        try:
+        with closing(RequestCache(found.folder / CACHE)) as cache:
             log = CommitLog(found.folder / COMMITS)
             files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
             found.point = recover(found.folder, log, cache, self.runner.step.records_per_chunk)
-        finally:
-            cache.close()
 
     def _read(self, found: RankInput, share: Share) -> None:
         """Reads what the rank has touched since its last commit of the unbroken run."""
@@ -237,9 +235,7 @@ class Scanner:
 def _place(document: Document) -> Place:
     position = position_of(document)
     if position is None:
-        raise ConfigError(
-            "reshard: a step before the runner makes documents anew, so it is not known where they were read."
-        )
+        raise ConfigError("reshard: a step before the runner makes documents anew: where they were read is not known.")
     at = tuple(number & PLAIN_INTEGER for number in position[3])
     return Place(position[2].shared["before"]["files"], at)
 
@@ -261,7 +257,6 @@ class Moved:
     """What a rank gets of others.
 
     Attributes:
-        first: the number of the first document that it gets.
         parts: what it reads after what it has touched.
         files: what is staged for it.
         documents, finished, answers: how many of them.
@@ -269,7 +264,6 @@ class Moved:
 
     rank: RankInput
     records_per_chunk: int
-    first: int = 0
     parts: list[Part] = field(default_factory=list)
     documents: int = 0
     finished: int = 0
@@ -296,7 +290,7 @@ def runs_of(ordinals: list[int]) -> Iterator[tuple[int, int]]:
 def move(source: RankInput, target: Moved, staging: Staging) -> None:
     """Stages what a rank has not committed as its target's."""
     open_ordinals = source.open_ordinals()
-    numbers = {old: target.first + target.documents + count for count, old in enumerate(open_ordinals)}
+    numbers = {old: target.rank.next_ordinal + target.documents + count for count, old in enumerate(open_ordinals)}
     for first, last in runs_of(open_ordinals):
         target.parts += between(source.parts, source.place_after(first - 1), source.place_after(last))
     target.documents += len(numbers)
@@ -331,19 +325,13 @@ def _move_answers(source: RankInput, target: Moved, numbers: dict[int, int], sta
     cached = sorted(source.point.cached)
     if not cached:
         return
-    cache = RequestCache(source.folder / CACHE)
-    try:
+    with closing(RequestCache(source.folder / CACHE)) as cache:
         rows = cache.answers_since(0, cached)
-    finally:
-        cache.close()
     moved = [
         row._replace(ordinal=numbers[row.ordinal], chunk_index=target.chunk(numbers[row.ordinal])[0]) for row in rows
     ]
-    staged = RequestCache(staging.file((rank_folder(_HERE, target.rank.rank) / CACHE).as_posix()))
-    try:
+    with closing(RequestCache(staging.file((rank_folder(_HERE, target.rank.rank) / CACHE).as_posix()))) as staged:
         staged.put(moved)
-    finally:
-        staged.close()
     target.answers += len(moved)
 
 

@@ -230,7 +230,7 @@ class _Reshard:
         for task, got in moved.items():
             loads[task] += sum(ranks[rank].load for rank in ranks if self._target.get(rank) == task)
             if got.answers:
-                plan.answers[task] = got.first
+                plan.answers[task] = own[task].next_ordinal
         rest = (part for each in ranks.values() for part in each.rest)
         parts = sorted(rest, key=lambda part: (self._index[part.name], part.begin))
         dealt = deal(parts, loads, self._cut, self._is_divisible)
@@ -270,9 +270,7 @@ class _Reshard:
             refuse_retried(self._root, rank, self._before)
             task = self._target[rank] = min(loads, key=lambda task: (loads[task], task))
             loads[task] += each.load + 1
-            target = moved.setdefault(
-                task, Moved(own[task], self._runner.records_per_chunk, first=own[task].next_ordinal)
-            )
+            target = moved.setdefault(task, Moved(own[task], self._runner.records_per_chunk))
             move(each, target, staging)
             plan.moved += close_gaps(each, staging)
             if not own[task].has_started:
@@ -286,7 +284,7 @@ class _Reshard:
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())
-        if self._runner.config.seed is not None:
+        if any(model.seed is not None for model in self._runner.models.values()):
             self._report.lost_answers = self._report.moved_answers
         return moved
 

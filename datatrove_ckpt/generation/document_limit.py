@@ -54,7 +54,7 @@ class DocumentLimit:
         """Returns when there is room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:
             await self._bytes.acquire(size)
-        while self.is_full:
+        while self._in_work >= self._size:
             # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
             self._room = asyncio.get_running_loop().create_future()
             await self._room

@@ -265,10 +265,11 @@ class Requests(Ways):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         model.observer.answered(completion)
-        fields = _fields(completion)
-        if self._keep(key, Answer(trim(orjson.dumps(fields)), None)):
+        fields, response_id, name = _fields(completion), completion.response_id, completion.model
+        kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
+        if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
-        return _result(fields)
+        return _result(fields, response_id, name)
 
     def _digest(self, payload: Payload, way: Way) -> str:
         """The same for equal payloads of one way and model. Those of the usual way to the first model have the hash of
@@ -366,7 +367,8 @@ def _from_cache(answer: Answer, accepts_null: bool) -> Result | None:
         RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
-        result = _result(orjson.loads(answer.result))
+        fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
+        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
         return result if result.finish_reason or accepts_null else None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
@@ -381,8 +383,6 @@ def _fields(completion: Completion) -> JsonObject:
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
         "reasoning": completion.reasoning,
-        "response_id": completion.response_id,
-        "model": completion.model,
     }
     if completion.answer is not None:
         fields["answer"] = completion.answer
@@ -391,9 +391,7 @@ def _fields(completion: Completion) -> JsonObject:
     return fields
 
 
-def _result(fields: JsonObject) -> Result:
-    """``fields``: as kept; of earlier versions, datatrove's alone."""
-    response_id, model = fields.pop("response_id", ""), fields.pop("model", "")
+def _result(fields: JsonObject, response_id: str, model: str) -> Result:
     result: Result = result_of(fields, Result)
     result.response_id, result.model = response_id, model
     return result

@@ -204,11 +204,15 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
 
 def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
     answer = _answer(raw, redact)
-    choices, usage = _choices(answer, redact), _usage(answer)
-    completion = _choice(choices[0], usage, *read(choices[0]))
-    if len(choices) > 1:
-        all_read = [completion, *(_choice(choice, usage, *read(choice)) for choice in choices[1:])]
-        names = "text", "finish_reason", "reasoning", "tool_calls", "logprobs"
+    choices, usage = answer.get("choices"), _usage(answer)
+    if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
+        raise RetryableError("the answer has no choices")
+    if len(choices) == 1:
+        completion = _choice(choices[0], usage, read, redact)
+    else:
+        in_order = sorted((one for one in choices if isinstance(one, dict)), key=_index)
+        all_read = [_choice(choice, usage, read, redact) for choice in in_order]
+        completion, names = all_read[0], ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
         completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
     _name(completion, answer)
     return completion
@@ -216,24 +220,25 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
 
 def _name(completion: Completion, answer: JsonObject) -> None:
     response_id, model = answer.get("id"), answer.get("model")
-    completion.response_id = response_id if isinstance(response_id, str) else ""
-    completion.model = model if isinstance(model, str) else ""
+    completion.response_id = response_id if type(response_id) is str else ""
+    completion.model = model if type(model) is str else ""
 
 
-def _choice(choice: JsonObject, usage: JsonObject, text: object, reasoning: object, tool_calls: object) -> Completion:
-    reason = choice.get("finish_reason")
+def _choice(
+    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]], redact: Redact
+) -> Completion:
+    if choice.get("error"):
+        _refuse_error("the answer's choice", choice["error"], redact)
+    text, reasoning, tool_calls = read(choice)
+    reason, logprobs = choice.get("finish_reason"), choice.get("logprobs")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
     if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    completion = Completion(text, reason, usage, reasoning)
-    if tool_calls and isinstance(tool_calls, list):
-        completion.tool_calls = tool_calls
-    if (logprobs := choice.get("logprobs")) and isinstance(logprobs, dict):
-        completion.logprobs = logprobs
-    return completion
+    calls: list[object] = tool_calls if type(tool_calls) is list else []
+    return Completion(text, reason, usage, reasoning, calls, logprobs if type(logprobs) is dict else None)
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -307,24 +312,9 @@ def read_json(raw: bytes, redact: Redact) -> object:
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
         raise RetryableError(f"the answer is not JSON: {text!r}") from None
-    if isinstance(answer, dict) and answer.get("error"):
-        _refuse_error("the answer", answer["error"], redact)
-    if isinstance(answer, dict) and answer.get("object") == "error":
-        _refuse_error("the answer", answer.get("message") or "error", redact)
+    if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
+        _refuse_error("the answer", answer.get("error") or answer.get("message") or "error", redact)
     return answer
-
-
-def _choices(answer: JsonObject, redact: Redact) -> list[JsonObject]:
-    """The answer's choices in the order of their indices; those without one come last."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise RetryableError("the answer has no choices")
-    if len(choices) > 1:
-        choices = sorted((one for one in choices if isinstance(one, dict)), key=_index)
-    for choice in choices:
-        if choice.get("error"):
-            _refuse_error("the answer's choice", choice["error"], redact)
-    return choices
 
 
 def _index(choice: JsonObject) -> float:

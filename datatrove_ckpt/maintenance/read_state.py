@@ -492,8 +492,9 @@ def _stuck(recent: RecentHistory, now: float) -> str:
     if event is not None and event.what in ("start", "restart", "death"):
         why = f" ({event.why})" if event.why else ""
         words = {"start": "is starting", "restart": "is starting again", "death": "died"}
-        since = f"its server {words[event.what]} since {duration(now - event.at)}"
-        return f"{nothing}: {since if event.what != 'death' else f'its server died{why}'}"
+        server = f"its server {event.name}" if " " in event.name else "its server"  # of one of several models
+        since = f"{server} {words[event.what]} since {duration(now - event.at)}"
+        return f"{nothing}: {since if event.what != 'death' else f'{server} died{why}'}"
     since_then = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
     errors = ", ".join(f"{count} {name}" for name, count in Counter(since_then).most_common(3) if count > 0)
     queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"

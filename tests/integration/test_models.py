@@ -218,6 +218,22 @@ def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int
     assert outputs(here / "job/output") == outputs(here / "undisturbed/output")
 
 
+def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        both = await asyncio.gather(generate.embed(document.text), generate.judge.embed(document.text))
+        return [vector.tolist() for vector in both]
+
+    def vectors(number: int) -> Any:
+        return lambda payload: {"data": [{"index": i, "embedding": [number]} for i in range(len(payload["input"]))]}
+
+    with FakeServer() as writes, FakeServer() as judges:
+        writes.paths["/v1/embeddings"], judges.paths["/v1/embeddings"] = vectors(1), vectors(2)
+        together = {"texts_per_request": 4}
+        runner(here, writes, judges, rollout, writer=together, judge=together).run(documents(8))
+        assert [len(server.payloads) for server in (writes, judges)] == [2, 2]
+    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [[[[1.0], [2.0]]]] * 8
+
+
 # whose fault ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> 
     died = read_one(tmp_path, T + 11 * MIN).reason
     write_history(folder, [*lines[:4], death, again, *lines[4:]])
     starting = read_one(tmp_path, T + 11 * MIN).reason
+    write_history(folder, [*lines[:4], replace(death, name="judge 0"), *lines[4:]])
+    assert "its server judge 0 died" in read_one(tmp_path, T + 11 * MIN).reason
     assert died == "no answer and no document for 10 min: its server died (exit code 1)"
     assert starting == "no answer and no document for 10 min: its server is starting again since 8 min"
 
@@ -198,6 +201,16 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     assert state.ranks[1].reason in (reason, f"no answer for 30 s: {ends}")
     assert bool(state.totals.rates.documents) == bool(state.totals.time_left) == (said is None)
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
+
+
+def test_the_model_whose_servers_give_no_answer_is_named(tmp_path: Path, hold: Hold) -> None:
+    lines = [
+        *minutes(T, 3, 60, 3600),
+        minute(T + 3 * MIN + 10, 180, 3600, silence=Silence(60.0, 600.0, False, "judge")),
+    ]
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines]))
+    (rank,) = read(tmp_path, T + 3 * MIN + 10).ranks
+    assert rank.reason.startswith("no answer for 60 s: the server of judge gives no answers; stops at 600 s")
 
 
 def crashes(number: int, gained: int = 0) -> list[Record]:

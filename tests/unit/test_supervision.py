@@ -308,6 +308,28 @@ async def test_models_divide_the_gpus(
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
+async def test_a_single_model_gets_the_gpus_that_it_asks_for(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
+    assert await gpus(gpus=2) == [("0", "1")]
+    with pytest.raises(ConfigError, match="gpus: its servers need 5 GPUs, and this task sees 4"):
+        await gpus(gpus=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tp": 2, "gpus": 1}, r"gpus: 1 GPUs cannot be divided among 1 servers with tp \* dp \* pp = 2"),
+        ({"replicas": 2, "gpus": 3}, "gpus: 3 GPUs cannot be divided among 2 servers"),
+        ({"server_type": "endpoint", "endpoint_url": "http://h", "gpus": 1}, "gpus: is for servers that the run"),
+    ],
+)
+def test_gpus_that_cannot_be_divided_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(**settings)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
 async def test_models_that_need_more_gpus_than_there_are_are_both_named(
     executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

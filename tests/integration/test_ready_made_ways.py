@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -196,3 +198,11 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(server: FakeServer, tm
     server._status = lambda payload, times: None
     with pytest.raises(DocumentFailed, match="no answer after 4 turns"):
         runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))
+
+
+def test_another_pooling_is_another_run() -> None:
+    """What it changes is every vector."""
+    given = {"embedding": True, "pooling_type": "cls", "threads": 2}
+    assert answering_flags(ENGINES["llamacpp"], given) == {"pooling-type": "cls"}
+    given = {"runner": "pooling", "convert": "embed", "pooler-config": {"pooling_type": "MEAN"}}
+    assert list(answering_flags(ENGINES["vllm"], given)) == ["convert", "pooler-config"]

@@ -534,11 +534,15 @@ class Engine:
     answering_flags: ClassVar[frozenset[str]] = frozenset(
         {
             "chat-template",
+            "convert",
             "dtype",
+            "embd-normalize",
             "generation-config",
             "hf-overrides",
             "lora-modules",
             "override-generation-config",
+            "pooler-config",
+            "pooling-type",
             "quantization",
             "reasoning-parser",
             "revision",

@@ -29,7 +29,7 @@ class BestOfRollout(Judged):
             wins.
         judge_params: payload keys of the judge's requests; they override ``default_generation_params``. None: a
             temperature of 0.
-        judge: the judge's name among several models. None: the first one.
+        judge: the judge's name among several models.
         score_pattern: as that of JudgeRollout.
         vote_pattern: a regular expression. Its last match in an answer (its first group, if it has one) is voted on,
             instead of the whole answer.

@@ -50,7 +50,7 @@ class EmbedRollout(_NoText):
 
     Attributes:
         prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
-        dimensions: numbers to keep of each vector, the first ones (Matryoshka). None: all.
+        dimensions: numbers to keep of each vector, the first ones (Matryoshka).
         normalize: divide vectors by their length.
         column: metadata key of the vector.
         params: further payload keys.
@@ -109,10 +109,9 @@ class ClassifyRollout(_NoText):
 
     Attributes:
         prompt: the text that is classified.
-        labels: names of the model's classes, in its order (``id2label``). None: servers name the best one only, and the
-            others are numbers.
-        keep: labels to look at. None: all.
-        threshold: a document whose label has a lower score is dropped.
+        labels: names of the model's classes, in its order (``id2label``). None: servers name the best one only.
+        keep: labels to look at.
+        threshold: documents with a lower score are dropped.
         params: further payload keys.
 
     ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and

@@ -83,19 +83,18 @@ class JudgeRollout(Judged):
     that of both, and ``judgement`` is the judge's text.
 
     Attributes:
-        prompt: the user message whose answer is judged. None: the judge scores the document itself.
+        prompt: the user message whose answer is judged. None: the document itself is.
         judge_prompt: the judge's user message; ``{answer}`` is the answer.
         judge_params: payload keys of the judge's requests. None: a temperature of 0.
-        judge: the judge's name among several models. A single model is its own judge.
-        score_pattern: a regular expression. The score is the first number in its last match (its first group, if it has
-            one). None: the first number in the judge's answer.
-        lowest, highest: the least and the greatest valid score.
-        threshold: a document with a lower score is dropped.
-        answer_attempts: attempts to get a valid score; a further one shows the judge what is wrong. Also those to get
-            an answer of a form.
-        invalid_answer: of a document without a valid score or answer: "fail", or "drop".
+        judge: the judge's name among several models.
+        score_pattern: a regular expression: the score is the first number in its last match (its first group, if it has
+            one), and not in the whole answer.
+        lowest, highest: bound of valid scores.
+        threshold: documents with a lower score are dropped.
+        answer_attempts: attempts to get a valid score; a further one tells the judge what is wrong.
 
-    All other settings are those of PromptRollout, for the answer that is judged.
+    All other settings are those of PromptRollout, for the answer that is judged. ``answer_attempts`` and
+    ``invalid_answer`` are for both.
 
     Raises:
         ConfigError: as PromptRollout, or settings with which nothing can be judged.

@@ -10,8 +10,9 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout
+from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.integration.test_typed_ways import PATHS
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
     [
         ChunkedRollout("Q {text}", max_chars_per_part=12, overlap_chars=5, carry="conversation"),
         BestOfRollout(candidates=2, regex="answer [0-9a-f]*[02468ace]", judge_prompt="Rate {answer}", engine="none"),
+        JudgeRollout("Q {text}", judge_prompt="Rate {answer}", lowest=0),
+        EmbedRollout(column="vector"),
+        ClassifyRollout(labels=["bad", "good"]),
     ],
     ids=lambda rollout: type(rollout).__name__,
 )
@@ -34,6 +38,7 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram: Path, rol
         )
 
     with FakeServer(answer) as server:
+        server.paths = PATHS
         (ram / "job").mkdir()
         report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=("commit",))
     assert len(report.points) >= 2

@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
+from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -59,13 +61,14 @@ class Refusing(Budget):
 def in_pieces(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> int:
     """Runs the job, which ends after each answer, until it is done. Returns the number of refused requests."""
     server._status = budget = Refusing()
-    while True:
+    for _ in range(99):
         budget.left = 1
         try:
             runner(folder, server, rollout, **changes).run(documents(3))
         except CkptError:
             continue
         return budget.refused
+    raise AssertionError("it never ends")
 
 
 @pytest.mark.parametrize(("rollout", "requests"), ROLLOUTS, ids=lambda value: type(value).__name__)
@@ -195,3 +198,11 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(server: FakeServer, tm
     server._status = lambda payload, times: None
     with pytest.raises(DocumentFailed, match="no answer after 4 turns"):
         runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))
+
+
+def test_another_pooling_is_another_run() -> None:
+    """What it changes is every vector."""
+    given = {"embedding": True, "pooling_type": "cls", "threads": 2}
+    assert answering_flags(ENGINES["llamacpp"], given) == {"pooling-type": "cls"}
+    given = {"runner": "pooling", "convert": "embed", "pooler-config": {"pooling_type": "MEAN"}}
+    assert list(answering_flags(ENGINES["vllm"], given)) == ["convert", "pooler-config"]

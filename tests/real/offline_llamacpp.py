@@ -1,6 +1,6 @@
 """`python -m tests.real.offline_llamacpp MODEL TEXTS.json VECTORS.npy [AT_ONCE]`: the vectors of llama.cpp's own call.
 
-It has one request in work at a time, so no text shares a batch with another one; with AT_ONCE so many share a call.
+It has one text in work at a time, so no text shares a batch with another one; with AT_ONCE so many, in one call.
 """
 
 import json
@@ -21,14 +21,15 @@ if __name__ == "__main__":
     params.embedding = True
     params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     params.n_ctx, params.n_batch, params.n_ubatch = 256 * at_once, 256, 256
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
     params.n_parallel, params.kv_unified = at_once, True
     params.verbosity = 1
     engine = xllamacpp.Server(params)
     asked = json.loads(Path(texts).read_text())
     found: list[list[float]] = []
     began = time.monotonic()
-    for first in range(0, len(asked), at_once):
-        answer = engine.handle_embeddings({"input": asked[first : first + at_once]})
+    for each in [[text] for text in asked] if at_once == 1 else [asked]:
+        answer = engine.handle_embeddings({"input": each})
         found += [one["embedding"] for one in answer["data"]]
     print(f"offline: {len(asked) / (time.monotonic() - began):.2f} texts/s", flush=True)
     np.save(vectors, np.array(found, np.float32))

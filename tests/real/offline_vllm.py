@@ -1,4 +1,4 @@
-"""`python tests/real/offline_vllm.py MODEL TEXTS.json VECTORS.npy`: the vectors of vLLM's own LLM.embed."""
+"""`python tests/real/offline_vllm.py MODEL TEXTS.json VECTORS.npy [DTYPE]`: the vectors of vLLM's own LLM.embed."""
 
 import json
 import sys
@@ -9,8 +9,14 @@ import numpy as np
 from vllm import LLM
 
 if __name__ == "__main__":
-    model, texts, vectors = sys.argv[1:]
-    engine = LLM(model, runner="pooling", convert="embed", dtype="float32", enforce_eager=True, max_model_len=1024)
+    model, texts, vectors, *more = sys.argv[1:]
+    settings = {
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "dtype": more[0] if more else "float32",
+    }
+    engine = LLM(model, runner="pooling", convert="embed", **settings)
     asked = json.loads(Path(texts).read_text())
     began = time.monotonic()
     answers = engine.embed(asked, use_tqdm=False)

@@ -8,7 +8,8 @@ tiny model with random weights (``environment.tiny_models``): vectors, classes, 
 What the engines do, seen here:
 
 - Floats depend on what an engine computes together. One request at a time gives equal bits in each run of both engines,
-  also after a restart. Eight at once give vectors whose last bits may differ (cosine 1 within 1e-6).
+  also after a restart: so the jobs that compare bytes have a concurrency of 1. Texts that share a batch get other last
+  bits: with 4-bit weights in llama.cpp the cosine of the two vectors was 0.99991 and more.
 - llama.cpp without ``kv-unified`` gave wrong vectors, cosine 0.79 to 0.99, for texts of different lengths in one batch,
   and no error. Its answer to a text that is longer than its batch is a 500.
 - vLLM names only the best class, and knows no ``/v1/classify``. It shows pictures to a model without torchvision only
@@ -151,7 +152,6 @@ def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: 
     for name, vectors in (("one at a time", found), ("8 at once", together)):
         print(f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}")
         assert cosines(vectors, right).min() > 0.999
-    assert cosines(found, together).min() > 0.99999
 
 
 @needs_weights

@@ -121,7 +121,7 @@ def killed_twice(folder: Path, kind: str, config: dict[str, Any], number: int = 
     assert killed.asked_again() == []
     asked = killed.events()["asked"]
     assert whole.events()["asked"] == number * requests
-    assert asked <= number * requests + 4, "only what was in flight at a kill, or not yet saved"
+    assert asked <= number * requests + 16, "only what was in flight at a kill, or came in the last milliseconds"
     print(f"\n{kind}: {number} documents, {asked - number * requests} requests sent again after two kills")
     return whole.results()
 

@@ -33,7 +33,7 @@ PAGE = ROOT / "docs/settings.md"
 
 _UNITS = (
     "seconds", "tokens", "requests", "documents", "rollouts", "attempts", "servers", "restarts", "GPUs", "copies",
-    "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers",
+    "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers", "texts",
 )  # fmt: skip
 _PURE_NUMBERS = ("seed", "lowest", "highest", "threshold")
 _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)

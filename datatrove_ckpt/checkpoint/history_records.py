@@ -89,6 +89,13 @@ class Silence(NamedTuple):
     def to_json(self) -> list[float | str]:
         return list(self if self.model else self[:3])
 
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        found = cls(*values)
+        if not all(map(is_seconds, found[:2])):
+            raise ValueError("a silence is damaged")
+        return found._replace(model=_text(found.model))
+
 
 @dataclass(slots=True)
 class WorkCounts:
@@ -242,11 +249,11 @@ class ModelWork:
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         total, own, errors, in_flight, waiting, silence = values
-        found = Silence(*silence)
-        if not is_count(in_flight) or not is_count(waiting) or not all(map(is_seconds, found[:2])):
+        if not is_count(in_flight) or not is_count(waiting):
             raise ValueError("a number is missing or negative")
-        work = WorkCounts.from_json(total, {}), WorkCounts.from_json(own, errors)
-        return cls(total=work[0], own=work[1], in_flight=in_flight, waiting=waiting, silence=found)
+        found = cls(total=WorkCounts.from_json(total, {}), own=WorkCounts.from_json(own, errors))
+        found.in_flight, found.waiting, found.silence = in_flight, waiting, Silence.from_json(silence)
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -300,10 +307,10 @@ class Progress(_Record):
     @classmethod
     def read(cls, data: Json) -> Progress:
         in_flight, waiting, in_work = data["q"]
-        silence = Silence(*data.get("out", ()))
+        silence = Silence.from_json(data.get("out", ()))
         documents = DocumentCounts(*data["d"][:_COUNTS])
         numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])  # astuple is slow: it copies deeply
-        if not all(is_count(number) for number in numbers) or not all(map(is_seconds, silence[:2])):
+        if not all(is_count(number) for number in numbers):
             raise ValueError("a number is missing or negative")
         return cls(
             seconds=Seconds.from_json(data["s"]),

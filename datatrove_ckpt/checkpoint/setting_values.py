@@ -14,6 +14,7 @@ import orjson
 
 # Parts of a request that hold a schema. A setting of the user's own may be called anything with "schema" in it.
 _ORDERED = ("response_format", "structured_outputs", "schema")
+_ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
 
@@ -44,4 +45,6 @@ def _plain(name: str, value: Any, ordered: bool = False) -> Any:
         return {key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))}
     if isinstance(value, list):
         return [_plain(name, one, ordered) for one in value]
+    if value == _ZERO:
+        return 0
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value

@@ -54,7 +54,8 @@ class InferenceConfig:
         rollouts_per_document: rollouts of each document.
         max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp): as many as keep a
             short queue in each server.
-        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document.
+        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document; times
+            ``texts_per_request``, but at most 10,000 for that.
         request_timeout: seconds for one attempt of a request. None: 3600.
         model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops.
@@ -84,6 +85,8 @@ class InferenceConfig:
             sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
             one that has it stops the rank. False: an answer without one is retried.
+        texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several documents share it;
+            each is cached, retried and counted for its own.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each server, where ranks,
             replicas or several models share them.
 
@@ -129,6 +132,7 @@ class InferenceConfig:
     reuse_servers: bool = True
     seed: int | None = None
     accept_null_finish_reason: bool = False
+    texts_per_request: int = 1
     gpus: int | None = None
 
     # No fields: they tell a model of a run with several models about the others. See ``models.py``.
@@ -146,7 +150,9 @@ class InferenceConfig:
         if self.max_concurrent_documents is not None:
             self.limits_documents = True
         elif self.max_concurrent_generations != "auto":
-            self.max_concurrent_documents = max(1, self.max_concurrent_generations // self.rollouts_per_document)
+            self.max_concurrent_documents = max(
+                1, self.texts_for(self.max_concurrent_generations) // self.rollouts_per_document
+            )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
         # The key between the nodes of the tasks that this process submits. Not on a node of a task: each would make
@@ -263,6 +269,10 @@ class InferenceConfig:
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
+    def texts_for(self, requests: int) -> int:
+        """How many rollouts in work keep so many requests in flight, if each waits for a text."""
+        return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
+
     def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
 
@@ -292,6 +302,7 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+_MOST_TEXTS = 10_000  # each is a document in memory
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {
@@ -313,6 +324,7 @@ _MINIMA = {
     "server_ready_max_attempts": ">= 1",
     "request_max_attempts": ">= 1",
     "replicas": ">= 1",
+    "texts_per_request": ">= 1",
     "gpus": ">= 0",
     "server_start_max_retries": ">= 0",
     "server_max_restarts": ">= 0",

@@ -28,8 +28,8 @@ def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
     """
     if config.max_concurrent_documents is not None and (config.limits_documents or not others):
         return config.max_concurrent_documents
-    requests = [requests_at_once(one.max_concurrent_generations, one.servers) for one in (config, *others)]
-    return max(1, sum(requests) // config.rollouts_per_document)
+    texts = [one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers)) for one in (config, *others)]
+    return max(1, sum(texts) // config.rollouts_per_document)
 
 
 class DocumentLimit:
@@ -45,11 +45,16 @@ class DocumentLimit:
         self._room: asyncio.Future[None] | None = None
         self._bytes = ByteBudget(media_bytes())
 
+    @property
+    def is_full(self) -> bool:
+        """No further document may start."""
+        return self._in_work >= self._size
+
     async def acquire(self, size: int) -> None:
         """Returns when there is room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:
             await self._bytes.acquire(size)
-        while self._in_work >= self._size:
+        while self.is_full:
             # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
             self._room = asyncio.get_running_loop().create_future()
             await self._room

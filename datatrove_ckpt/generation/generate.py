@@ -30,6 +30,7 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
+from datatrove_ckpt.generation.batches import PAYLOAD_JSON, Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
@@ -46,8 +47,6 @@ from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
-# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
-_PAYLOAD = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
@@ -65,12 +64,14 @@ class Model:
         mark: tells its cached answers from those of the first one, whose mark is "".
         client: ready once its servers are.
         observer: of its requests.
+        batches: None: texts share no requests.
     """
 
     mark: str
     config: InferenceConfig
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
+    batches: Batches | None
 
 
 class RankContext(Protocol):
@@ -241,7 +242,10 @@ class Requests(Ways):
             self._answers.request_started()
             try:
                 client = model.client.result() if model.client.done() else await asyncio.shield(model.client)
-                completion = await client.complete(body, way)
+                if model.batches is not None and way.is_shared:
+                    completion = await model.batches.complete(client, payload, way)
+                else:
+                    completion = await client.complete(body, way)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
@@ -329,9 +333,9 @@ def _digest(payload: Payload) -> str:
     Raises:
         InferenceError: JSON cannot express the payload.
     """
-    option, fields = _PAYLOAD | orjson.OPT_SORT_KEYS, payload
+    option, fields = PAYLOAD_JSON | orjson.OPT_SORT_KEYS, payload
     if not _WITH_SCHEMA.isdisjoint(payload):
-        option, fields = _PAYLOAD, dict(sorted(payload.items()))
+        option, fields = PAYLOAD_JSON, dict(sorted(payload.items()))
     try:
         return payload_hash(orjson.dumps(fields, option=option, default=media_key))
     except TypeError as error:
@@ -340,9 +344,9 @@ def _digest(payload: Payload) -> str:
 
 def _body(payload: Payload) -> AnyBody:
     try:
-        return trim(orjson.dumps(payload, option=_PAYLOAD))
+        return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
     except TypeError:  # there are media in it: ``_digest`` has refused all else
-        return Body(*split_media(payload, _PAYLOAD))
+        return Body(*split_media(payload, PAYLOAD_JSON))
 
 
 def _failed(error: Exception, payload: Payload) -> InferenceError:
@@ -437,6 +441,11 @@ class Drain:
         self._waiting += 1
         self.check_soon()
 
+    @property
+    def all_wait(self) -> bool:
+        """Whether each document in work waits for an answer."""
+        return self._waiting == len(self._documents)
+
     def request_finished(self) -> None:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
@@ -452,13 +461,15 @@ class Drain:
     def check_soon(self) -> None:
         """A document has ended, or waits, or a request is no longer in flight."""
         if self._active:
-            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
-            asyncio.get_running_loop().call_soon(self._check)
+            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout, a
+            # shared one by way of the tasks of its texts.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._check)
 
     def _check(self) -> None:
         if any(client.router.in_flight for client in self._clients):
             return
-        if self._waiting == len(self._documents):
+        if self.all_wait:
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

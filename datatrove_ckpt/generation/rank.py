@@ -70,7 +70,8 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         note_managers()
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
-            raise ConfigError(f"config: {nodes.count} nodes per task serve one model, and this run has {len(models)}.")
+            names = ", ".join(step.models)
+            raise ConfigError(f"config: {nodes.count} nodes per task serve one model, and this run has {names}.")
         prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
         with one_rank(preemption.shutdown), gc_tuned():
             if nodes.rank > 0:  # only the head node reads and writes

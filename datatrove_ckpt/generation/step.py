@@ -80,11 +80,12 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
-        if not isinstance(self.config, Mapping) and not hasattr(self.config, "server_type"):
+        names = isinstance(self.config, Mapping) and "server_type" not in self.config
+        if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
             raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
         models = models_of(self.config)
-        if isinstance(self.config, Mapping):
+        if names:
             self.named_models = models
         self.config = next(iter(models.values()))
         self.output_writer = with_our_uploads(self.output_writer)

@@ -276,13 +276,26 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     held = await asyncio.to_thread(_sizes, media, settings) if files else 0
     await budget.acquire(held)
     try:
-        parts = await asyncio.to_thread(lambda: [_part(name, one, settings) for name, one in media])
+        parts = await _made_in_thread(media, settings)
         needed = sum(len(data.data) for data in data_of(parts)) if files else 0
         budget.release(held - needed)  # a picture that was made smaller
         held = needed
         yield parts
     finally:
         budget.release(held)
+
+
+async def _made_in_thread(media: list[tuple[str, _Medium]], settings: MediaSettings) -> list[Payload]:
+    # An outage of a storage is waited for here, and not in the thread: a rank that stops waits for its threads.
+    attempts = retrying.Attempts(retrying.READING)
+    while True:
+        try:
+            return await asyncio.to_thread(lambda: [_part(name, one, settings) for name, one in media])
+        except (InvalidMedia, ConfigError):
+            raise
+        except Exception as error:
+            seconds = attempts.failed("A file that a document names cannot be read", error)
+        await asyncio.sleep(seconds)
 
 
 def data_of(parts: Iterable[Payload]) -> list[MediaData]:
@@ -305,7 +318,7 @@ def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
         return {"type": "image_url", "image_url": {"url": medium.url}}
     try:
         if data is None:
-            data = _read(name, medium, settings)
+            data = _read(medium, settings)
         elif not isinstance(data, bytes):
             data = _as_png(data) if hasattr(data, "getbands") else bytes(data)
         if side is None or not (kind_of(data) or "").startswith("image/"):
@@ -351,17 +364,13 @@ def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int
     return total
 
 
-def _read(name: str, medium: _Medium, settings: MediaSettings) -> bytes:
+def _read(medium: _Medium, settings: MediaSettings) -> bytes:
     filesystem, path = _open_at(medium, settings)
-
-    def read() -> bytes:
+    try:
         with filesystem.open(path, "rb") as file:
             if medium.offset:
                 file.seek(medium.offset)
             return bytes(file.read(-1 if medium.length is None else medium.length))
-
-    try:
-        return retrying.READING.run(read, name)
     except OSError as error:
         if retrying.READING.passes(error):  # an outage, which is not the document's fault
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+import dataclasses
 import gzip
 import io
 import json
@@ -19,9 +21,12 @@ import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
 from datatrove.pipeline.writers import JsonlWriter
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
 from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
@@ -208,6 +213,26 @@ def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path:
         runner(tmp_path / "2", server, PromptRollout(images="media")).run([Document("bad", "bad")])
 
 
+def test_an_outage_of_the_storage_is_waited_for(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [ConnectionResetError("reset"), TimeoutError("late")]
+    real = LocalFileSystem.open
+
+    def flaky(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith("a.png") and failures:
+            raise failures.pop()
+        return real(self, path, *arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "open", flaky)
+    monkeypatch.setattr(retrying, "READING", dataclasses.replace(retrying.READING, first=0.01))
+    (tmp_path / "a.png").write_bytes(picture())
+    rollout = PromptRollout(images="media", media_folder=str(tmp_path))
+    runner(tmp_path, server, rollout).run([Document("x", "0", [media(None, path="a.png")])])
+    assert sent(server) == [picture()]
+    assert failures == []
+
+
 def test_a_file_is_read_only_below_a_folder_that_was_named(server: FakeServer, tmp_path: Path) -> None:
     document = Document("x", "0", metadata={"page": str(tmp_path / "a.png")})
     with pytest.raises(ConfigError, match=r"names a file.*Set media_folder"):
@@ -256,6 +281,20 @@ def test_a_dead_letter_keeps_the_picture_for_a_retry(server: FakeServer, tmp_pat
         []
     )
     assert sent(server) == [large]
+
+
+def test_a_dead_letter_has_a_large_document_as_it_was_read(server: FakeServer, tmp_path: Path) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        document.media[0].media_bytes = None
+        document.media[0].metadata["page"].append(2)
+        document.metadata["a"]["b"] = document.text = "changed"
+        raise ValueError("no")
+
+    large = Media("m", 0, "", media_bytes=picture(1, (400, 300)), metadata={"page": [1]})
+    document = Document("x", "0", [large], {"a": {"b": 1}})
+    expected = as_read(copy.deepcopy(document)).data
+    runner(tmp_path, server, rollout, on_document_error="dead_letter").run([document])
+    assert json.dumps(letters(tmp_path)[0]["document"], separators=(",", ":")) == expected.decode()
 
 
 # once -----------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import os
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,21 +31,26 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     DocumentFailed,
+    Preempted,
+    ServerDied,
     ServerRefused,
     ServerStartFailed,
     ServerUnavailable,
 )
 from datatrove_ckpt.generation import progress
-from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command
 from tests.histories import read_history
+from tests.integration.test_preemption import when_logged
+from tests.integration.test_supervision import ENGINE
 from tests.jobs import Budget, ask, config, documents, letters, rows, writer
-from tests.patience import until_async
+from tests.patience import ChangePolicy, until, until_async
 from tests.yaml_jobs import job_yaml, write_job
 
 
@@ -74,6 +82,13 @@ def writes() -> Iterator[FakeServer]:
 def judges() -> Iterator[FakeServer]:
     with says("judge") as server:
         yield server
+
+
+@pytest.fixture
+def ignores_usr1() -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture
@@ -135,6 +150,27 @@ def test_the_same_payload_has_an_answer_of_each_model(
     assert results == [[[f"writer on text {n}", f"judge on text {n}"]] for n in range(2)]
     seeds = [{payload.get("seed") for payload in server.payloads} for server in (writes, judges)]
     assert seeds == [{None}, {None}] if seed is None else not seeds[0] & seeds[1]
+
+
+def test_an_answer_of_one_model_is_none_of_the_other_in_whichever_order_they_are_asked(
+    here: Path, judges: FakeServer
+) -> None:
+    order = here / "order"
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        names = order.read_text().split()
+        return {name: (await getattr(generate, name)(payload(document.text))).text for name in names}
+
+    with says("writer") as writes:
+        writes._status = lambda payload, times: 403 if not times else None
+        order.write_text("judge writer")
+        with pytest.raises(ServerRefused):
+            runner(here, writes, judges, rollout).run(documents(1))
+        order.write_text("writer judge")
+        runner(here, writes, judges, rollout).run(documents(1))
+    (row,) = rows(here)
+    assert row["metadata"]["rollout_results"] == [{"writer": "writer on text 0", "judge": "judge on text 0"}]
+    assert len(judges.payloads) == 1
 
 
 def test_killed_at_every_write_and_resumed(ram: Path) -> None:
@@ -296,6 +332,102 @@ def test_replicas_of_both(here: Path) -> None:
     assert len([*Path("logs").iterdir()]) == 4
 
 
+def of_scripts(folder: Path, **judge: Any) -> InferenceRunner:
+    """The writer's server answers, and the judge's is an engine that does what a prompt says."""
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        await generate(payload(document.text))
+        return (await generate.judge(payload(document.text))).text.partition(" says ")[2]
+
+    (folder / "engine.py").write_text(ENGINE)
+    engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **judge)
+    models = {"writer": InferenceConfig("dummy", "m"), "judge": engine}
+    return InferenceRunner(rollout, models, writer(folder), checkpoints_local_dir=str(folder / "c"))
+
+
+def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(
+    here: Path, policy: ChangePolicy, log: list[str]
+) -> None:
+    policy("RESTART", first=0.01)
+    of_scripts(here).run([Document(text=text, id=text) for text in ("a", "die once", "b")])
+    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [["a"], ["die once"], ["b"]]
+    last = read_history(here / "c/00000/history.jsonl")
+    assert [model.own.restarts for model in last.last.models.values()] == [0, 1]
+    (line,) = [line for line in log if "is given up" in line]
+    assert line.startswith("WARNING judge: The server of rank 0 is given up: ")
+    died = [event.name for event in last.attempts[0].servers if event.what == "death"]
+    assert died == ["judge 0"]
+
+
+def test_a_judge_whose_server_dies_too_often_stops_the_rank_by_its_name(here: Path) -> None:
+    with pytest.raises(ServerDied, match=r"^judge: The server of rank 0 was restarted 0 times") as raised:
+        of_scripts(here, server_max_restarts=0).run([Document(text="die", id="a")])
+    assert str(raised.value).count("judge: ") == 1
+    assert not letters(here)
+
+
+def test_a_judge_that_does_not_start_stops_the_rank_by_its_name(here: Path) -> None:
+    step = of_scripts(here, server_start_max_retries=0)
+    (here / "engine.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ServerStartFailed, match=r"^judge: The custom server exited with code 3"):
+        step.run(documents(2))
+
+
+def test_several_models_on_several_nodes_are_refused(
+    here: Path, writes: FakeServer, judges: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATATROVE_NODE_RANK", "0")
+    monkeypatch.setenv("DATATROVE_NODE_IPS", "a,b")
+    with pytest.raises(ConfigError, match="2 nodes per task serve one model, and this run has writer, judge"):
+        runner(here, writes, judges).run(documents(2))
+
+
+# an early stop --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
+    clients = [SimpleNamespace(router=SimpleNamespace(in_flight=number)) for number in (0, 1)]
+    drain = Drain([1])
+    drain.request_started()
+    over = asyncio.ensure_future(drain.until_over(clients))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not over.done()
+    clients[1].router.in_flight = 0
+    clients[1].router.on_release()
+    await over
+
+
+def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: None) -> None:
+    """Five requests are in flight, at both, when the signal comes; each is answered before the rank ends."""
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        model = generate.judge if document.id in ("id 1", "id 3") else generate
+        return (await model(payload(document.text))).text
+
+    with FakeServer(hold_after=0) as writes, FakeServer(hold_after=0) as judges:
+
+        def stop() -> None:
+            until(lambda: (len(writes.payloads), len(judges.payloads)) == (3, 2))
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        step = runner(here, writes, judges, rollout, drain_seconds=600)
+        thread = threading.Thread(target=stop)
+
+        def release() -> None:
+            writes.release()
+            judges.release()
+
+        with when_logged("5 requests in flight have 600 s to be answered", release):
+            thread.start()
+            with pytest.raises(Preempted):
+                step.run(documents(5))
+        thread.join()
+        step.run(documents(5))
+        assert {*writes.asked.values(), *judges.asked.values()} == {1}
+    assert len(rows(here)) == 5
+
+
 # settings -------------------------------------------------------------------------------------------------------------
 
 
@@ -403,8 +535,10 @@ def test_the_numbers_tell_the_models_apart_over_all_attempts(
     said = command("status", "checkpoints").out
     assert re.search(r"^  writer +5 answers; \d+ prompt and \d+ completion tokens$", said, re.MULTILINE)
     assert re.search(r"^  judge +5 answers, 1 failed; ", said, re.MULTILINE)
-    models = orjson.loads(command("status", "checkpoints", "--json").out)["totals"]["models"]
-    assert models["judge"]["failed"] == 1
+    state = orjson.loads(command("status", "checkpoints", "--json").out)
+    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
+    assert state["totals"]["models"]["judge"]["failed"] == 1
+    assert state["ranks"][0]["models"]["judge"]["failed"] == 1
     command("report", "checkpoints", "--output", "page.html")
     assert re.search(r"Models.*judge", Path("page.html").read_text(), re.DOTALL)
     events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers

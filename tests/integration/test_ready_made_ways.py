@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
+from tests.integration.test_examples import write_documents
 from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
+from tests.pages import ROOT
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -121,3 +126,43 @@ def test_another_model_judges_and_bad_documents_are_dropped(
     (result,) = row["rollout_results"]
     assert (row["id"], result["text"], result["judgement"], result["score"]) == ("id 1", "On text 1", "5", 5)
     assert [len(one.payloads) for one in (server, judges)] == [3, 3]
+
+
+# configs -------------------------------------------------------------------------------------------------------------
+
+
+def at(server: FakeServer, name: str = "") -> list[str]:
+    """Flags with which a config's model, or one of its models, is this server."""
+    path = f"--pipeline.1.config{name and '.' + name}"
+    settings = {"server_type": "endpoint", "endpoint_url": server.url, "model_kwargs": "null", "gpus": "null", "tp": 1}
+    return [f"{path}.{key}={value}" for key, value in settings.items()]
+
+
+def test_configs_embed_yaml_runs_as_it_is(ways: FakeServer, here: Path, command: Command) -> None:
+    write_documents(here)
+    command("run", ROOT / "configs/embed.yaml", *at(ways))
+    table = pq.read_table("embed_run/output")
+    vectors = np.array(table["embedding"].to_pylist())
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(3))
+    asked = [payload["input"] for payload in ways.payloads]
+    assert all(text.startswith("passage: ") and len(text) <= 1500 for text in asked)
+
+
+def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, command: Command) -> None:
+    write_documents(here)
+    server._answer = lambda payload, times: f"Summary of {payload['messages'][-1]['content'][-9:]}"
+    scores = iter(["Score: 3", "Fine. Score: 9", "Score: 4"])
+
+    def judged(payload: dict[str, Any], times: int) -> str:
+        again = len(payload["messages"]) > 1
+        return "Score: 5" if again else next(scores)
+
+    with FakeServer(judged) as judges:
+        command("run", ROOT / "configs/judge.yaml", *at(server, "writer"), *at(judges, "judge"))
+        assert [len(one.payloads) for one in (server, judges)] == [3, 4]
+        assert {payload["temperature"] for payload in judges.payloads} == {0}
+    (path,) = Path("judge_run/output").iterdir()
+    lines = gzip.decompress(path.read_bytes()).splitlines()
+    results = [json.loads(line)["metadata"]["rollout_results"][0] for line in lines]
+    assert sorted(result["score"] for result in results) == [4, 5]
+    assert all(result["text"].startswith("Summary of") for result in results)

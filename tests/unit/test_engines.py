@@ -25,6 +25,7 @@ from datatrove_ckpt.config.inference_config import (
     Nodes,
     ServerType,
 )
+from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.llamacpp import flags_set
@@ -146,6 +147,14 @@ def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
     argv = command_of(config("llamacpp", **settings), "/m.gguf").argv
     assert f" {flag} " in f"{' '.join(argv)} "
     assert "".join(argv).count("--threads") == 1
+
+
+def test_the_llamacpp_servers_of_all_models_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
+    models = {"writer": config("llamacpp"), "judge": config("llamacpp", replicas=2), "other": config("vllm")}
+    for name, one in models_of(models).items():
+        argv = " ".join(command_of(one, "/m.gguf").argv)
+        assert ("--threads 2" in argv) == (name != "other")
 
 
 def test_llamacpp_embeds_each_text_in_one_batch() -> None:

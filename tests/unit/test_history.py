@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -16,6 +17,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
     InputPosition,
+    ModelWork,
     Progress,
     Record,
     ServerEvent,
@@ -84,6 +86,34 @@ def test_lines_of_older_versions_have_no_silence(tmp_path: Path) -> None:
     del line["out"]
     path.write_bytes(seal(orjson.dumps(line)))
     assert read_history(path).last == replace(progress(at=1.0), silence=Silence())
+
+
+def of_models() -> Progress:
+    silence = Silence(3.0, 600.0, False, "judge")
+    work = ModelWork(total=WorkCounts(requests=9), own=WorkCounts(requests=8, errors={"timeout": 1}), in_flight=2)
+    return replace(progress(at=1.0), silence=silence, models={"writer": ModelWork(), "judge": replace(work, waiting=3)})
+
+
+def test_a_line_tells_the_models_apart(tmp_path: Path) -> None:
+    assert read_history(written(tmp_path / "history.jsonl", [of_models()])).last == of_models()
+
+
+@pytest.mark.parametrize("bad", [None, [], [[1], [1], {}, -1, 0, [0, 0, False]], [[1], [1], {}, 0, 0, [-1, 0, False]]])
+def test_a_model_of_other_values_is_damage(tmp_path: Path, bad: Any) -> None:
+    path = written(tmp_path / "history.jsonl", [of_models()])
+    line = orjson.loads(unseal(path.read_bytes()))
+    line["m"]["judge"] = bad
+    path.write_bytes(seal(orjson.dumps(line)))
+    assert read_history(path).last is None
+
+
+def test_the_work_with_a_model_counts_over_all_attempts(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        log = HistoryLog(tmp_path / "history.jsonl", attempt)
+        log.append([of_models()])
+    last = read_history(tmp_path / "history.jsonl").last
+    assert last is not None
+    assert (last.models["judge"].own.requests, last.models["judge"].total.requests) == (8, 16)
 
 
 def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:

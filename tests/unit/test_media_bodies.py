@@ -6,7 +6,7 @@ import asyncio
 import base64
 import random
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,21 +112,52 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
     assert len(connections) == 1
 
 
-def test_an_answer_before_the_end_of_the_body_closes_the_connection(over: Callable[[Any], Any]) -> None:
+def test_no_more_is_encoded_than_the_server_takes(over: Callable[[Any], Any]) -> None:
+    read = asyncio.Event()
+    encoded = []
+
+    class Counted(Body):
+        def __iter__(self) -> Iterator[bytes]:
+            for piece in super().__iter__():
+                encoded.append(len(piece))
+                yield piece
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read.wait()
+        await read_request(reader)
+        writer.write(ANSWER)
+
+    async def use(sending: Transport) -> None:
+        data = DATA * 8  # more than the buffers of sockets take
+        task = asyncio.create_task(sending.send(Counted([b"", b""], [data])))
+        before = -1
+        while before != len(encoded) or not encoded:  # until it waits for the server
+            before = len(encoded)
+            await asyncio.sleep(0.2)
+        assert sum(encoded) < len(data) / 2
+        read.set()
+        assert (await task).status == 200
+        assert sum(encoded) == -(-len(data) // 3) * 4
+
+    over(with_server(serve, use))
+
+
+@pytest.mark.parametrize("status", [b"200", b"413"])
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(over: Callable[[Any], Any], status: bytes) -> None:
     connections = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(1)
         await reader.readuntil(b"\r\n\r\n")
         if len(connections) == 1:
-            writer.write(ANSWER.replace(b"200", b"413"))
+            writer.write(ANSWER.replace(b"200", status))
         else:
             await reader.readexactly(2)
             writer.write(ANSWER)
         await writer.drain()
 
     async def use(sending: Transport) -> None:
-        assert (await sending.send(body()[0])).status == 413
+        assert (await sending.send(body(DATA * 8)[0])).status == int(status)
         assert (await sending.send(b"{}")).status == 200
 
     over(with_server(serve, use))

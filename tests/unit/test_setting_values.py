@@ -32,6 +32,8 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
         ("output_writer", "JsonlWriter", "jobs.JsonlWriter", True),
         ("output_writer", "JsonlWriter", "datatrove.ParquetWriter", False),
         ("x", float(2**60), 2**60 + 1, False),
+        ("rollout_fn.lowest", "float 0x0.0p+0", 0, True),
+        ("rollout_fn.lowest", "float 0x0.0p+0", "float -0x0.0p+0", False),
     ],
 )
 def test_same(name: str, old: Any, new: Any, same: bool) -> None:

@@ -121,11 +121,13 @@ class Way(NamedTuple):
         path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
         parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
         name: tells apart equal payloads of different ways; that of a path alone is the path.
+        is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
     """
 
     path: str
     parse: Callable[[bytes, Redact], Completion]
     name: str
+    is_shared: bool = False
 
 
 def way_to(path: str) -> Way:

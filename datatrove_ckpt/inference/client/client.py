@@ -68,7 +68,15 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
 from datatrove_ckpt.inference.client.body import AnyBody
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, AttemptLost, HealthProbe, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import (
+    FIRST_LIMIT,
+    AttemptLost,
+    HealthProbe,
+    MustDivide,
+    Request,
+    Router,
+    Target,
+)
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -86,6 +94,7 @@ _SAY_AFTER = 3.0  # shorter outages are everyday life: a reset connection, one 5
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300  # characters
 _BUSY_FACTOR = 10
+_DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
 
 OnServer = Callable[[str, str, str | None, str], None]
@@ -232,6 +241,11 @@ class RequestClock:
         self._at = outage.clock()
         self._answers = outage.answers
 
+    @property
+    def beside(self) -> int:
+        """Failures while other requests were answered."""
+        return self._beside
+
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
         """Returns the number of failures so far.
 
@@ -349,14 +363,16 @@ class CompletionClient:
             target.transports[way.path] = found
         return found
 
-    async def complete(self, body: AnyBody, way: Way | None = None) -> Completion:
+    async def complete(self, body: AnyBody, way: Way | None = None, request: Request | None = None) -> Completion:
         """The answer to one request.
 
         Args:
             body: the final payload as JSON.
             way: None: the usual one.
+            request: its history; None: a new one.
 
         Raises:
+            MustDivide: a shared request was in flight at several deaths, or fails while others are answered.
             RequestRejected: this request can never succeed.
             RequestPoisoned: this request kills servers.
             RequestFailed: every attempt failed, while other requests were answered.
@@ -366,7 +382,7 @@ class CompletionClient:
             TooManyOpenFiles: this process may open no more connections.
         """
         way = way or self.way
-        request = Request()
+        request = request or Request()
         clock = RequestClock(self.outage)
         while True:
             target = await self.router.acquire(request)
@@ -379,6 +395,8 @@ class CompletionClient:
                     raise self._poisoned(request) from None
                 self.stats.resent += 1
                 self.stats.errors["server lost"] += 1
+                if request.is_shared and request.is_quarantined:
+                    raise MustDivide from None
                 continue
             except RequestRejected as error:
                 self.stats.errors[f"HTTP {error.status}"] += 1
@@ -392,6 +410,8 @@ class CompletionClient:
             finally:
                 self.router.release(target)
             self.stats.retries += 1
+            if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
+                raise MustDivide
             self.stats.pausing += 1
             try:
                 await self._wait(delay, failure)

@@ -371,8 +371,7 @@ class _Connection(asyncio.Protocol):
         response, self._response = self._response, None
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
         # the write buffer then, and the connection cannot be used again.
-        unsent = self._unsent is not None or self._transport.get_write_buffer_size()
-        if self._parser.status >= 300 or not self._parser.reusable or unsent:
+        if self._parser.status >= 300 or not self._parser.reusable or self._transport.get_write_buffer_size():
             self.abort()
         if response is not None and not response.done():
             response.set_result(self._parser.response())

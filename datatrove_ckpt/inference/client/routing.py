@@ -45,6 +45,10 @@ class AttemptLost(Exception):
     """The server died, or is about to be killed. The request is sent again, and no attempt is used up."""
 
 
+class MustDivide(Exception):
+    """A shared request makes no progress: its parts must be sent."""
+
+
 class Death:
     """The end of one server process.
 
@@ -68,15 +72,23 @@ class Request:
         age: seconds it had been in flight at the first of them.
         without_reason: answers that it got without a finish_reason, and that were not believed.
         without_reason_since: when the first of them came.
+        is_shared: by several texts. It is divided before it is given up.
     """
 
-    __slots__ = ("age", "deaths", "without_reason", "without_reason_since")
+    __slots__ = ("age", "deaths", "is_shared", "without_reason", "without_reason_since")
 
     def __init__(self) -> None:
+        self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
         self.without_reason = 0
         self.without_reason_since = 0.0
+
+    def copy(self) -> Request:
+        """One that has been in flight at the same deaths."""
+        other = Request()
+        other.deaths, other.age = list(self.deaths), self.age
+        return other
 
     @property
     def is_quarantined(self) -> bool:

@@ -48,7 +48,9 @@ def typed_way(name: str, path: str, count: int, best: int | None = None) -> Way:
         best: of a ranking, how many are wanted; None: all.
     """
     parse = partial(_PARSERS[name], count=count)
-    return Way(way_to(path).path, parse if best is None else partial(parse, best=best), f"{name}()")
+    return Way(
+        way_to(path).path, parse if best is None else partial(parse, best=best), f"{name}()", is_shared=name == "embed"
+    )
 
 
 def to_base64(values: Floats) -> str:

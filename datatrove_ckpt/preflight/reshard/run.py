@@ -284,7 +284,7 @@ class _Reshard:
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())
-        if self._runner.config.seed is not None:
+        if any(model.seed is not None for model in self._runner.models.values()):
             self._report.lost_answers = self._report.moved_answers
         return moved
 

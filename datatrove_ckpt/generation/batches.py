@@ -1,0 +1,170 @@
+"""``texts_per_request``: texts that wait for their embeddings share requests, whatever documents they are of.
+
+A shared request is a way to send, and nothing else: each text has its cache key, its row, its counters and its errors,
+as if it had been alone. ``generate.py`` sees no difference.
+
+    what happens to a shared request                          then
+    it is full; or for a moment no text came; or none can     it is sent
+    answered                                                  each text has its vector, by index, and its share of the
+                                                              tokens: the sum is the request's
+    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone:
+    are answered                                              that is rejected, or retried, as any request
+    in flight at several deaths of its server                 its texts are sent alone, in quarantine
+    no request can be answered                                each text has the error, and the first stops the rank
+    a document is cancelled                                   its text leaves; a request without texts is cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import orjson
+
+from datatrove_ckpt.errors import RequestFailed, RequestRejected
+from datatrove_ckpt.inference.client.answers import Completion, JsonObject, Way
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.routing import MustDivide, Request
+from datatrove_ckpt.inference.client.typed_answers import parse_embeddings
+from datatrove_ckpt.output.documents import trim
+from datatrove_ckpt.rollouts import Payload
+
+# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
+PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_PAUSE = 0.005  # seconds without a new text
+_LONGEST = 0.05  # seconds
+
+
+class _Text:
+    """One text that waits for its vector."""
+
+    __slots__ = ("answer", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+
+class _Batch:
+    """The texts of one shared request. ``rest``: of the payload, which is the same for all."""
+
+    def __init__(self, client: CompletionClient, rest: JsonObject, way: Way) -> None:
+        self.client, self.rest, self.way = client, rest, way
+        self.texts: list[_Text] = []
+        self.waiting = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.due = asyncio.get_running_loop().time() + _LONGEST
+        self.task: asyncio.Task[None] | None = None
+
+
+class Batches:
+    """The shared requests of one rank to one model.
+
+    Args:
+        most: texts in one request.
+        nothing_comes: whether no further text can come before one is answered.
+    """
+
+    def __init__(self, most: int, nothing_comes: Callable[[], bool]) -> None:
+        self._most = most
+        self._nothing_comes = nothing_comes
+        self._filling: dict[bytes, _Batch] = {}
+        self._looks = False
+
+    async def complete(self, client: CompletionClient, payload: Payload, way: Way) -> Completion:
+        """The answer to one text, as ``CompletionClient.complete`` gives it, with the same errors."""
+        key = orjson.dumps([way.path, {**payload, "input": None}], option=PAYLOAD_JSON)
+        if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
+            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
+        text = _Text(payload["input"])
+        batch.texts.append(text)
+        batch.waiting += 1
+        if len(batch.texts) >= self._most:
+            self._send(key, batch)
+        else:
+            self._send_soon(key, batch)
+        try:
+            return await text.answer
+        finally:
+            batch.waiting -= 1
+            if not batch.waiting and batch.task is not None:
+                batch.task.cancel()
+
+    def _send_soon(self, key: bytes, batch: _Batch) -> None:
+        loop = asyncio.get_running_loop()
+        if batch.timer is not None:
+            batch.timer.cancel()
+        batch.timer = loop.call_at(min(loop.time() + _PAUSE, batch.due), self._send, key, batch)
+        if not self._looks:  # not now: the other texts of the same call come in this turn of the event loop
+            self._looks = True
+            loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        if self._nothing_comes():
+            for key, batch in list(self._filling.items()):
+                self._send(key, batch)
+
+    def _send(self, key: bytes, batch: _Batch) -> None:
+        if batch.timer is not None:
+            batch.timer.cancel()
+        del self._filling[key]
+        if batch.waiting:
+            batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, Request()))
+
+
+async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
+    """Gives each text its answer or its error."""
+    texts = [text for text in texts if not text.answer.done()]
+    if not texts:
+        return
+    request.is_shared = len(texts) > 1
+    way = batch.way._replace(parse=partial(parse_embeddings, count=len(texts)))
+    content = [text.text for text in texts] if request.is_shared else texts[0].text
+    try:
+        completion = await batch.client.complete(trim(orjson.dumps({**batch.rest, "input": content})), way, request)
+    except (RequestRejected, RequestFailed, MustDivide) as error:
+        if request.is_shared:
+            await asyncio.gather(*(_run(batch, part, each) for part, each in _parts(texts, request)))
+        else:
+            _fail(texts, error)
+    except Exception as error:
+        _fail(texts, error)
+    else:
+        for text, answer in zip(texts, _shares(completion, texts), strict=True):
+            if not text.answer.done():
+                text.answer.set_result(answer)
+
+
+def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
+    """What to send in place of a shared request."""
+    if request.is_quarantined:  # the next death must show whose fault it is
+        return [([text], request.copy()) for text in texts]
+    middle = len(texts) // 2
+    return [(texts[:middle], Request()), (texts[middle:], Request())]
+
+
+def _fail(texts: Sequence[_Text], error: Exception) -> None:
+    for text in texts:
+        if not text.answer.done():
+            text.answer.set_exception(error)
+
+
+def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
+    """An answer for each text, with tokens by the length of the texts. Their sum is that of the request."""
+    answer: Any = completion.answer
+    ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))
+    usages: list[JsonObject] = [{} for _ in texts]
+    for name, value in completion.usage.items():
+        if type(value) is int:
+            shares = [value * end // ends[-1] for end in ends]
+            for usage, (start, end) in zip(usages, pairwise(shares), strict=True):
+                usage[name] = end - start
+    return [
+        replace(completion, usage=usage, answer={"embeddings": [vector]})
+        for usage, vector in zip(usages, answer["embeddings"], strict=True)
+    ]

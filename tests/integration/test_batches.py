@@ -1,0 +1,287 @@
+"""``texts_per_request``: texts of several documents share requests, and each is its own document's all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_preemption import preempted, reraised  # noqa: F401
+from tests.integration.test_supervision import ENGINE
+from tests.integration.test_typed_ways import embeddings, vector_of
+from tests.jobs import Budget, documents, letters, rows, runner, writer
+from tests.patience import ChangePolicy
+
+Payload = dict[str, Any]
+
+
+def texts_of(payload: Payload) -> list[str]:
+    texts = payload["input"]
+    return [texts] if isinstance(texts, str) else texts
+
+
+@pytest.fixture
+def shared(server: FakeServer) -> FakeServer:
+    server.paths = {"/v1/embeddings": embeddings}
+    return server
+
+
+async def embed(document: Document, generate: Any) -> object:
+    """A text alone, and two at once, one of which all documents have."""
+    first = await generate.embed(document.text)
+    both = await generate.embed([f"{document.text} again", "the same"])
+    assert first.tolist() == np.array(vector_of(document.text), np.float32).tolist()
+    assert both[1].tolist() == np.array(vector_of("the same"), np.float32).tolist()
+    return {"first": first, "both": both}
+
+
+def sizes(server: FakeServer) -> list[int]:
+    return [len(texts_of(payload)) for payload in server.payloads]
+
+
+def output(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((folder / "output").glob("*.jsonl"))]
+
+
+def asked(server: FakeServer) -> Counter[str]:
+    return Counter(text for payload in server.payloads for text in texts_of(payload))
+
+
+def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path: Path) -> None:
+    runner(tmp_path / "alone", shared, embed).run(documents(10))
+    assert sizes(shared) == [1] * 30
+    shared.payloads.clear()
+    runner(tmp_path, shared, embed, config={"texts_per_request": 8}).run(documents(10))
+    assert output(tmp_path) == output(tmp_path / "alone")
+    assert sorted(sizes(shared)) == [2, 4, 8, 8, 8]
+    assert asked(shared) == {"the same": 10} | {f"text {i}{end}": 1 for i in range(10) for end in ("", " again")}
+    assert {key for payload in shared.payloads for key in payload} == {"input", "model", "encoding_format"}
+
+
+def commits(folder: Path) -> list[Payload]:
+    import orjson
+
+    lines = (folder / "checkpoints" / "00000" / "commits.jsonl").read_bytes().splitlines()
+    return [orjson.loads(line) for line in lines]
+
+
+def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        await generate.embed(["a" * int(document.id[3:]), "bb"])
+        return "done"
+
+    for number, texts in enumerate((1, 4)):
+        step = runner(tmp_path / str(number), shared, ask, config={"texts_per_request": texts}, records_per_chunk=1)
+        step.run(documents(5)[1:])
+    one, many = ([(line["tally"], line["work"]) for line in commits(tmp_path / name)] for name in "01")
+    assert one == many
+    assert [(tally["requests"], tally["prompt_tokens"]) for tally, _ in many] == [(2, 3), (2, 4), (2, 5), (2, 6)]
+    assert sorted(sizes(shared)) == [1] * 8 + [4, 4]
+
+
+@pytest.mark.parametrize("texts", [1, 2, 3, 8])
+def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
+    shared: FakeServer, tmp_path: Path, texts: int
+) -> None:
+    config = {"texts_per_request": texts}
+    runner(tmp_path / "other", shared, embed, config=config).run(documents(6))
+    shared.payloads.clear()
+    budget = Budget()
+    answered: Counter[str] = Counter()
+
+    def status(payload: Payload, times: int) -> int | None:
+        refused = budget(payload, times)
+        if refused is None:
+            answered.update(texts_of(payload))
+        return refused
+
+    shared._status = status
+    for _ in range(30):
+        budget.left = 1
+        try:
+            runner(tmp_path, shared, embed, config=config).run(documents(6))
+        except CkptError:
+            continue
+        break
+    else:
+        pytest.fail("it never ends")
+    assert output(tmp_path) == output(tmp_path / "other")
+    assert answered == {"the same": 6} | {f"text {i}{end}": 1 for i in range(6) for end in ("", " again")}
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("bad", [{0}, {3}, {7}, {2, 3}, {0, 7}, set(range(8))])
+def test_of_a_bad_text_among_eight_its_document_alone_fails(
+    shared: FakeServer, tmp_path: Path, bad: set[int], status: int
+) -> None:
+    texts = {f"text {index}" for index in bad}
+    shared._status = lambda payload, times: status if texts.intersection(texts_of(payload)) else None
+
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate.embed(document.text)
+
+    config = {"texts_per_request": 8}
+    step = runner(tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=8)
+    step.run(documents(8))
+    assert sizes(shared)[0] == 8
+    assert [row["id"] for row in rows(tmp_path)] == [f"id {i}" for i in range(8) if i not in bad]
+    assert [letter["id"] for letter in letters(tmp_path)] == [f"id {i}" for i in sorted(bad)]
+    assert all(f"HTTP {status}" in str(letter) for letter in letters(tmp_path))
+    assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
+
+
+def test_a_text_that_fails_again_and_again_beside_others_is_named(shared: FakeServer, tmp_path: Path) -> None:
+    """A NaN, say. The others of its request are answered; the rank stops, for no document pays for a server."""
+    shared._status = lambda payload, times: 500 if "text 5" in texts_of(payload) else None
+
+    async def ask(document: Document, generate: Any) -> object:
+        if int(document.id[3:]) < 8:
+            return await generate.embed(document.text)
+        for turn in count():  # until the rank stops
+            await generate.embed(f"{document.id} {turn}")
+        return "done"
+
+    config = {"texts_per_request": 8, "server_patience_seconds": 0.5, "request_max_attempts": 2}
+    with pytest.raises(CkptError, match=r"id 5.*this request failed while others were answered"):
+        runner(tmp_path, shared, ask, config=config).run(documents(10))
+    assert asked(shared)["text 4"] <= 9
+    alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]
+    assert alone
+
+
+def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path: Path, log: list[str]) -> None:
+    shared._status = lambda payload, times: 401
+
+    async def ask(document: Document, generate: Any) -> object:
+        try:
+            return await generate.embed(document.text)
+        except InferenceError:
+            return None
+
+    with pytest.raises(CkptError, match="HTTP 401"):
+        runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(4))
+    assert sizes(shared) == [4]
+    assert not rows(tmp_path)
+
+
+def test_a_document_that_is_cancelled_takes_its_text_along(shared: FakeServer, tmp_path: Path) -> None:
+    """Two rollouts: one raises while the other's text waits."""
+
+    async def ask(document: Document, generate: Any) -> object:
+        if document.id != "id 1":
+            return await generate.embed(document.text)
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)  # type: ignore[union-attr]
+        return await generate.embed("never sent")
+
+    config = {"texts_per_request": 8, "max_concurrent_documents": 3}
+    step = runner(tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=3)
+    step.run(documents(3))
+    assert asked(shared) == {"text 0": 1, "text 2": 1}
+    assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+def test_what_differs_in_more_than_its_text_shares_no_request(shared: FakeServer, tmp_path: Path, texts: int) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        await generate.embed([document.text, "b"], user=document.id)
+        return "done"
+
+    runner(tmp_path, shared, ask, config={"texts_per_request": texts}).run(documents(2))
+    found = sorted((payload["user"], *texts_of(payload)) for payload in shared.payloads)
+    if texts == 1:
+        assert found == [("id 0", "b"), ("id 0", "text 0"), ("id 1", "b"), ("id 1", "text 1")]
+    else:
+        assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
+
+
+# a stop, and servers that die -----------------------------------------------------------------------------------------
+
+
+async def one_after_the_other(document: Document, generate: Any) -> object:
+    return [await generate.embed(document.text), await generate.embed(f"{document.text} again")]
+
+
+@pytest.mark.usefixtures("reraised")
+@pytest.mark.parametrize("texts", [2, 3])
+def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path: Path, texts: int) -> None:
+    """Its documents need another request, so the rank stops with their answers, which nobody asks for again."""
+    with FakeServer(hold_after=0) as server:
+        server.paths = {"/v1/embeddings": embeddings}
+        config = {"texts_per_request": texts}
+        step = runner(tmp_path, server, one_after_the_other, drain_seconds=600, config=config)
+        preempted(step, 6, server, 6 // texts, match="SIGTERM")
+        assert asked(server) == {f"text {index}": 1 for index in range(6)}
+        step.run(documents(6))
+        assert asked(server) == {f"text {index}{end}": 1 for index in range(6) for end in ("", " again")}
+        runner(tmp_path / "other", server, one_after_the_other).run(documents(6))
+    assert output(tmp_path) == output(tmp_path / "other")
+
+
+@pytest.mark.usefixtures("reraised")
+def test_documents_whose_texts_are_all_in_flight_at_a_stop_finish(tmp_path: Path) -> None:
+    finished: list[str] = []
+
+    async def rollout(document: Document, generate: Any) -> object:
+        vectors = await generate.embed([document.text, f"{document.text} again"])
+        finished.append(document.id)
+        return vectors
+
+    with FakeServer(hold_after=0) as server:
+        server.paths = {"/v1/embeddings": embeddings}
+        config = {"texts_per_request": 6, "max_concurrent_documents": 3}
+        step = runner(tmp_path, server, rollout, drain_seconds=600, config=config)
+        preempted(step, 6, server, 1)
+        assert sizes(server) == [6]
+        assert finished == ["id 0", "id 1", "id 2"]
+        step.run(documents(6))
+    assert finished == [f"id {index}" for index in range(6)]
+
+
+# The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die once".
+EMBEDS = ENGINE.replace(
+    '    question = payload["messages"][0]["content"]\n',
+    """    texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+    question = next((text for text in texts if text.startswith("die")), "")
+""",
+).replace(
+    '    message = {"content": f"{os.getpid()} says {question}"}\n',
+    '    return 200, {"data": [{"index": at, "embedding": [len(text), 0.5]} for at, text in enumerate(texts)]}\n',
+)
+
+
+@pytest.mark.parametrize("text", ["die once", "die"])
+def test_a_server_that_dies_of_a_text_fails_no_other_document(
+    here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy, text: str
+) -> None:
+    policy("RELAUNCH", first=0.0)
+    policy("RESTART", first=0.01)
+    (here / "engine.py").write_text(EMBEDS)
+    given = documents(8)
+    given[3].text = text
+
+    async def ask(document: Document, generate: Any) -> object:
+        return (await generate.embed(document.text)).tolist()
+
+    settings = {"texts_per_request": 8, "server_max_restarts": 6, "model_kwargs": {"server_script": "engine.py"}}
+    InferenceRunner(
+        ask,
+        InferenceConfig("custom", "m", reuse_servers=False, **settings),
+        output_writer=writer(here),
+        records_per_chunk=8,
+        checkpoints_local_dir=str(here / "checkpoints"),
+        on_document_error="dead_letter",
+    ).run(given)
+    dead = ["id 3"] if text == "die" else []
+    assert [row["id"] for row in rows(here)] == [f"id {i}" for i in range(8) if f"id {i}" not in dead]
+    assert [letter["id"] for letter in letters(here)] == dead
+    starts = len((here / "engines").read_text().splitlines())
+    assert starts in ((4, 5) if dead else (2,))  # with the text in a group of quarantined ones, one more

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -39,14 +39,39 @@ _PAUSE = 0.005  # seconds without a new text
 _LONGEST = 0.05  # seconds
 
 
+class Waiter(Protocol):
+    """The document that waits for a text."""
+
+    def request_started(self) -> None: ...
+
+    def request_finished(self) -> None: ...
+
+
 class _Text:
-    """One text that waits for its vector."""
+    """One text that waits for its vector.
 
-    __slots__ = ("answer", "text")
+    Attributes:
+        is_answered: its document waits no longer, though its task has not run yet. Else an early stop would see a
+            document that waits for a request which is no longer in flight, and cut it off.
+    """
 
-    def __init__(self, text: str) -> None:
+    __slots__ = ("answer", "is_answered", "text", "waiter")
+
+    def __init__(self, text: str, waiter: Waiter) -> None:
         self.text = text
+        self.waiter = waiter
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.is_answered = False
+
+    def give(self, answer: Completion | Exception) -> None:
+        if self.answer.done():  # cancelled
+            return
+        self.is_answered = True
+        self.waiter.request_finished()
+        if isinstance(answer, Exception):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
 
 
 class _Batch:
@@ -75,12 +100,16 @@ class Batches:
         self._filling: dict[bytes, _Batch] = {}
         self._looks = False
 
-    async def complete(self, client: CompletionClient, payload: Payload, way: Way) -> Completion:
-        """The answer to one text, as ``CompletionClient.complete`` gives it, with the same errors."""
+    async def complete(self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter) -> Completion:
+        """The answer to one text, as ``CompletionClient.complete`` gives it, with the same errors.
+
+        Args:
+            waiter: has started to wait, and waits again when this returns.
+        """
         key = orjson.dumps([way.path, {**payload, "input": None}], option=PAYLOAD_JSON)
         if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
-        text = _Text(payload["input"])
+        text = _Text(payload["input"], waiter)
         batch.texts.append(text)
         batch.waiting += 1
         if len(batch.texts) >= self._most:
@@ -90,6 +119,8 @@ class Batches:
         try:
             return await text.answer
         finally:
+            if text.is_answered:
+                waiter.request_started()
             batch.waiting -= 1
             if not batch.waiting and batch.task is not None:
                 batch.task.cancel()
@@ -131,13 +162,13 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
         if request.is_shared:
             await asyncio.gather(*(_run(batch, part, each) for part, each in _parts(texts, request)))
         else:
-            _fail(texts, error)
+            texts[0].give(error)
     except Exception as error:
-        _fail(texts, error)
+        for text in texts:
+            text.give(error)
     else:
         for text, answer in zip(texts, _shares(completion, texts), strict=True):
-            if not text.answer.done():
-                text.answer.set_result(answer)
+            text.give(answer)
 
 
 def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
@@ -146,12 +177,6 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
     return [(texts[:middle], Request()), (texts[middle:], Request())]
-
-
-def _fail(texts: Sequence[_Text], error: Exception) -> None:
-    for text in texts:
-        if not text.answer.done():
-            text.answer.set_exception(error)
 
 
 def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:

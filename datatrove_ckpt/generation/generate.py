@@ -243,7 +243,7 @@ class Requests(Ways):
             try:
                 client = model.client.result() if model.client.done() else await asyncio.shield(model.client)
                 if model.batches is not None and way.is_shared:
-                    completion = await model.batches.complete(client, payload, way)
+                    completion = await model.batches.complete(client, payload, way, self._answers)
                 else:
                     completion = await client.complete(body, way)
             finally:
@@ -461,10 +461,8 @@ class Drain:
     def check_soon(self) -> None:
         """A document has ended, or waits, or a request is no longer in flight."""
         if self._active:
-            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout, a
-            # shared one by way of the tasks of its texts.
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._check)
+            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
+            asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
         if any(client.router.in_flight for client in self._clients):

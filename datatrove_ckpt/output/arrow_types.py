@@ -271,6 +271,44 @@ def _name(value: Any, column: str) -> str:
         return type(value).__name__
 
 
+def vectors_plain(writer: ParquetWriter) -> None:
+    """Makes the writer, which has a schema, write vectors without a dictionary: it would be larger than they are."""
+    import pyarrow.parquet as pq
+
+    leaves = [leaf for field in writer.schema for leaf in _leaves(field.type, field.name)]
+    if not any(is_vector for _, is_vector in leaves):
+        return
+    put, others = writer._write, [path for path, is_vector in leaves if not is_vector]
+
+    def write(row: dict[str, Any], file: Any, filename: str) -> None:
+        name = writer._get_filename_with_file_id(filename) if writer.max_file_size > 0 else filename
+        if name not in writer._writers:  # as datatrove opens it
+            writer._writers[name] = pq.ParquetWriter(
+                file,
+                schema=writer.schema,
+                compression=writer.compression,
+                use_content_defined_chunking=writer.use_content_defined_chunking,
+                write_page_index=writer.write_page_index,
+                use_dictionary=others,
+            )
+        put(row, file, filename)
+
+    writer._write = write
+
+
+def _leaves(kind: DataType, path: str) -> list[tuple[str, bool]]:
+    """The columns of a Parquet file that a type becomes, and whether each holds vectors."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return [leaf for field in kind for leaf in _leaves(field.type, f"{path}.{field.name}")]
+    if not is_any_list(kind):
+        return [(path, False)]
+    if pa.types.is_fixed_size_list(kind) and kind.value_type == pa.float32():
+        return [(f"{path}.list.element", True)]
+    return _leaves(kind.value_type, f"{path}.list.element")
+
+
 def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs.
 

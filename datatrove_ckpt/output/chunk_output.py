@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NotUnited, watch_schema
+from datatrove_ckpt.output.arrow_types import NotUnited, vectors_plain, watch_schema
 from datatrove_ckpt.output.column_types import (
     SCHEMA_ADVICE,
     ColumnTypes,
@@ -353,6 +353,7 @@ class ChunkWriting:
             self._names.use_in(fresh)
         if schema is not None:
             fresh.schema = schema
+            vectors_plain(fresh)
         return fresh
 
 

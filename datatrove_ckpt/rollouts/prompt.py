@@ -59,8 +59,7 @@ class PromptRollout(OneRequest):
         engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or "none". None: those
             of the ``server_type``.
         images: what goes into the message after the text: "media", the document's media (pictures, sound, PDFs); or
-            the metadata key of bytes, a path, an http(s) or data URL, a mapping with ``bytes`` or ``path``, or a list
-            of them. Bytes that were sent are not written, unless the writer has ``save_media_bytes``.
+            the metadata key of bytes, a path, an http(s) or data URL, a mapping with ``bytes`` or ``path``, or a list.
         max_image_side: longest side of a picture, in pixels; a larger one is made smaller. None: sent as it is.
         media_folder: the folder or URL below which files that documents name may be read and sent.
 

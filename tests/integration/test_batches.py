@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
@@ -68,8 +70,6 @@ def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path:
 
 
 def commits(folder: Path) -> list[Payload]:
-    import orjson
-
     lines = (folder / "checkpoints" / "00000" / "commits.jsonl").read_bytes().splitlines()
     return [orjson.loads(line) for line in lines]
 
@@ -92,7 +92,8 @@ def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared
 def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
     shared: FakeServer, tmp_path: Path, texts: int
 ) -> None:
-    config = {"texts_per_request": texts}
+    # One request at a time: of several in flight, some answers would be on their way at the kill.
+    config = {"texts_per_request": texts, "max_concurrent_generations": 1}
     runner(tmp_path / "other", shared, embed, config=config).run(documents(6))
     shared.payloads.clear()
     budget = Budget()
@@ -285,3 +286,27 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(
     assert [letter["id"] for letter in letters(here)] == dead
     starts = len((here / "engines").read_text().splitlines())
     assert starts in ((4, 5) if dead else (2,))  # with the text in a group of quarantined ones, one more
+
+
+@pytest.mark.parametrize(
+    ("settings", "documents_in_work"),
+    [
+        ({"max_concurrent_generations": 10}, 10),
+        ({"max_concurrent_generations": 10, "texts_per_request": 64}, 640),
+        ({"max_concurrent_generations": 10, "texts_per_request": 64, "rollouts_per_document": 4}, 160),
+        ({"max_concurrent_generations": 500, "texts_per_request": 64}, 10_000),
+        ({"max_concurrent_generations": 20_000, "texts_per_request": 64}, 20_000),
+        ({"max_concurrent_generations": 10, "texts_per_request": 64, "max_concurrent_documents": 7}, 7),
+    ],
+)
+def test_enough_documents_are_in_work_to_fill_requests(settings: Any, documents_in_work: int) -> None:
+    config = InferenceConfig("dummy", "m", **settings)
+    assert config.max_concurrent_documents == documents_in_work
+    if "max_concurrent_documents" not in settings:
+        assert most_documents(config) <= documents_in_work  # the limit of open files counts, too
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_less_than_one_text_is_refused(wrong: int) -> None:
+    with pytest.raises(ConfigError, match="texts_per_request must be >= 1"):
+        InferenceConfig("dummy", "m", texts_per_request=wrong)

@@ -10,6 +10,7 @@ import io
 import json
 import random
 import shutil
+import signal
 import struct
 from collections import Counter
 from pathlib import Path
@@ -25,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from datatrove_ckpt import retrying
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
 from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
@@ -33,6 +34,7 @@ from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.media import measured
 from tests.commands import Command
+from tests.integration.test_preemption import DRAINS, signal_once, when_logged
 from tests.jobs import Budget, letters, rows, runner
 from tests.pages import ROOT
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -315,6 +317,32 @@ def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server:
     step.run(pages(5))
     assert rows(tmp_path) == rows(tmp_path / "other")
     assert sum((server.asked - first).values()) == 5 + 2  # two were refused
+
+
+@pytest.mark.parametrize("way", ["bytes", "paths"])
+def test_a_rank_that_is_stopped_while_documents_wait_for_memory_ends_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    for module in ("rollouts.media", "generation.document_limit"):
+        monkeypatch.setattr(f"datatrove_ckpt.{module}.media_bytes", lambda: 1)
+    size = (400, 300)
+    for index in range(4):
+        (tmp_path / f"{index}.png").write_bytes(picture(index, size))
+
+    def read() -> list[Document]:
+        data = [picture(index, size) if way == "bytes" else None for index in range(4)]
+        return [Document(f"page {n}", str(n), [media(one, path=f"{n}.png")]) for n, one in enumerate(data)]
+
+    rollout = PromptRollout(images="media", media_folder=str(tmp_path))
+    with FakeServer(hold_after=0) as held:
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        with signal_once(lambda: held.payloads), when_logged(DRAINS, held.release), pytest.raises(Preempted):
+            runner(tmp_path, held, rollout, drain_seconds=20).run(read())
+        signal.signal(signal.SIGTERM, before)
+        assert len(held.payloads) == 1
+        runner(tmp_path, held, rollout).run(read())
+        assert sorted(Counter(sent(held, n)[0] for n in range(len(held.payloads))).values()) == [1, 1, 1, 1]
+    assert [row["id"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
 
 
 def test_other_pictures_and_sizes_are_other_requests(server: FakeServer, tmp_path: Path) -> None:

@@ -640,3 +640,16 @@ def test_the_schema_takes_one_model_and_several(job: Path) -> None:
     assert [error.message for error in check.iter_errors(content)]
     models["config"] = models["config"]["writer"]
     assert not [*check.iter_errors(content)]
+
+
+def test_one_worker_starts_the_servers_of_both_models_once_for_all_its_tasks(
+    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "two_models.py").write_text(ROLLOUT)
+    monkeypatch.syspath_prepend(str(here))
+    model = "{server_type: dummy, model_name_or_path: m, server_log_folder: servers}"
+    text = job_yaml(f"writer: {model}, judge: {model}", tasks=3, rollout="two_models.rollout")
+    write_job(here, text, ["a"], ["b"], ["c"])
+    command("run", "job.yaml")
+    assert len(rows(here)) == 3
+    assert len([*Path("servers").iterdir()]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.integration.test_examples import write_documents
 from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
-from tests.pages import ROOT
+from tests.pages import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -166,3 +167,31 @@ def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, comman
     results = [json.loads(line)["metadata"]["rollout_results"][0] for line in lines]
     assert sorted(result["score"] for result in results) == [4, 5]
     assert all(result["text"].startswith("Summary of") for result in results)
+
+
+# tools ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_calls_tools_is_asked_each_turn_once(server: FakeServer, tmp_path: Path) -> None:
+    """The loop of docs/recipes.md. Ids of calls differ in each answer, as servers make them."""
+    (block,) = [one for one in blocks("python", "docs/recipes.md") if one.text.startswith("# tools.py")]
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    ids = count()
+
+    def turn(payload: dict[str, Any], times: int) -> str:
+        results = [message["content"] for message in payload["messages"] if message["role"] == "tool"]
+        call = {"id": f"call {next(ids)}", "function": {"name": "count", "arguments": '{"word": "text"}'}}
+        server.message = {} if len(results) == 2 else {"tool_calls": [call]}
+        return f"It says so {results[-1]} times." if len(results) == 2 else ""
+
+    server._answer = turn
+    refused = in_pieces(tmp_path, server, names["rollout"], config={"max_concurrent_documents": 1})
+    assert len(server.payloads) == 3 * 3 + refused
+    assert refused == 8
+    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(tmp_path)] == ["It says so 1 times."] * 3
+    server._answer = lambda payload, times: ""
+    server.message = {"tool_calls": [{"id": "again", "function": {"name": "count", "arguments": '{"word": "a"}'}}]}
+    server._status = lambda payload, times: None
+    with pytest.raises(DocumentFailed, match="no answer after 4 turns"):
+        runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))

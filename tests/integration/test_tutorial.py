@@ -93,8 +93,7 @@ def test_a_recipe_runs_as_typed(here: Path, heading: str) -> None:
     with FakeServer(
         status=lambda payload, times: failures[0] if failures and "text 3" in str(payload) else None
     ) as server:
-        for name in ("job.yaml", "judge.py"):
-            Path(name).write_text(here_instead(Path(name).read_text(), server))
+        Path("job.yaml").write_text(here_instead(Path("job.yaml").read_text(), server))
         type_in("datatrove-ckpt run job.yaml", 1 if failures else 0)
         failures.clear()  # the cause is corrected
         for line in lines:

@@ -230,6 +230,16 @@ def test_files_with_arrays_load_as_one_or_it_is_said(
     assert contents(again) == contents(files)
 
 
+def test_vectors_have_no_dictionary_and_all_else_has_one(tmp_path: Path, server: FakeServer) -> None:
+    value = [{"a.b": [vector(1, 2)], "n": 1, "tags": ["x"]}]
+    (file,) = written(tmp_path, server, [value], output_writer=parquet(tmp_path, expand_metadata=False))
+    group = pq.read_metadata(file).row_group(0)
+    columns = {group.column(at).path_in_schema: group.column(at) for at in range(group.num_columns)}
+    plain = [path for path, column in columns.items() if "RLE_DICTIONARY" not in column.encodings]
+    assert plain == ["metadata.c.a.b.list.element.list.element"]
+    assert len(columns) > 4
+
+
 def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None:
     for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
         schema = pa.schema([("id", pa.string()), ("c", kind)])

@@ -53,14 +53,25 @@ def typed_way(name: str, path: str, count: int, best: int | None = None) -> Way:
     )
 
 
-def to_base64(values: Floats) -> str:
-    """The array as it is kept."""
-    return base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode()
+class Base64(str):
+    """An array as it is kept, with the array: to decode it takes longer than all else about an answer."""
+
+    __slots__ = ("values",)
+    values: Floats
+
+
+def to_base64(values: Floats, text: str | None = None) -> Base64:
+    """The array as it is kept. ``text``: if it is known."""
+    kept = Base64(base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode() if text is None else text)
+    kept.values = values
+    return kept
 
 
 def from_base64(text: str) -> Floats:
     """The array that was kept, bit for bit. It can be written to."""
-    return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
+    return (
+        text.values.copy() if isinstance(text, Base64) else np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
+    )
 
 
 def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
@@ -73,7 +84,8 @@ def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Complet
     vectors = [_vector(row.get("embedding")) for row in rows]
     if len({len(vector) for vector in vectors}) > 1:
         raise RetryableError("the answer's embeddings have different lengths")
-    return other_than_text(answer, {"embeddings": [to_base64(vector) for vector in vectors]})
+    texts = [row["embedding"] if isinstance(row["embedding"], str) else None for row in rows]
+    return other_than_text(answer, {"embeddings": list(map(to_base64, vectors, texts))})
 
 
 def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:

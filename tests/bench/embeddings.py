@@ -44,7 +44,7 @@ ENVIRONMENT = {
 def settings(engine: str) -> dict[str, Any]:
     shared = {"server_type": engine, "model_max_context": 256}
     if engine == "llamacpp":
-        pooling = {"embedding": True, "pooling_type": "mean", "threads": 2}
+        pooling = {"embedding": True, "pooling_type": "mean", "threads": 1}
         return {**shared, "model_name_or_path": GGUF, "max_concurrent_generations": 32, "model_kwargs": pooling}
     flags = {"runner": "pooling", "convert": "embed", "dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 64}
     return {

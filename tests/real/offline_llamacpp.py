@@ -21,7 +21,7 @@ if __name__ == "__main__":
     params.embedding = True
     params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     params.n_ctx, params.n_batch, params.n_ubatch = 256 * at_once, 256, 256
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.n_parallel, params.kv_unified = at_once, True
     params.verbosity = 1
     engine = xllamacpp.Server(params)

@@ -6,9 +6,9 @@ Everything here runs on the event loop of ``scheduler.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVarTuple
+from typing import NoReturn, Protocol, TypeVarTuple
 
 import orjson
 import xxhash
@@ -35,8 +35,8 @@ from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
-from datatrove_ckpt.generation.ways import Ways
-from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, Way, way_to
+from datatrove_ckpt.generation.ways import Asked, Ways
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, JsonObject, Way, way_to
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
@@ -165,7 +165,7 @@ class Requests(Ways):
         # Not kept: the two would refer to each other, and only the garbage collector could free them.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
-    def __call__(self, payload: Payload, /, *, path: str | None = None) -> Coroutine[Any, Any, Result]:
+    def __call__(self, payload: Payload, /, *, path: str | None = None) -> Asked[Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
         wrong, way = "", self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
@@ -180,7 +180,7 @@ class Requests(Ways):
                 wrong = str(problem)
         return self._refused(wrong) if wrong else self._answered(payload, way)
 
-    def _refused(self, wrong: str) -> Coroutine[Any, Any, NoReturn]:
+    def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._rank.shutdown.aborted:
             return wait_until_cancelled()
         error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
@@ -374,9 +374,9 @@ def _from_cache(answer: Answer, accepts_null: bool) -> Result | None:
     raise RequestRejected(int(status), body, remembered=True)
 
 
-def _fields(completion: Completion) -> dict[str, Any]:
+def _fields(completion: Completion) -> JsonObject:
     """What is kept of an answer: JSON values."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "usage": completion.usage,
@@ -391,7 +391,7 @@ def _fields(completion: Completion) -> dict[str, Any]:
     return fields
 
 
-def _result(fields: dict[str, Any]) -> Result:
+def _result(fields: JsonObject) -> Result:
     """``fields``: as kept; of earlier versions, datatrove's alone."""
     response_id, model = fields.pop("response_id", ""), fields.pop("model", "")
     result: Result = result_of(fields, Result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from datatrove.pipeline.inference.types import InferenceError
@@ -20,7 +20,8 @@ from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, t
 from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.rollouts import Classification, Payload, Ranked
 
-_Asked = Coroutine[Any, Any, Result]
+T = TypeVar("T")
+Asked: TypeAlias = Coroutine[object, None, T]
 
 
 class Ways:
@@ -28,41 +29,37 @@ class Ways:
 
     _config: InferenceConfig
 
-    def _answered(self, payload: Payload, way: Way) -> _Asked:
+    def _answered(self, payload: Payload, way: Way) -> Asked[Result]:
         """Sends one request. A subclass does it."""
         raise NotImplementedError
 
-    def _refused(self, wrong: str) -> Coroutine[Any, Any, NoReturn]:
+    def _refused(self, wrong: str) -> Asked[NoReturn]:
         """Stops the rank with a ConfigError. A subclass does it."""
         raise NotImplementedError
 
-    def embed(self, texts: str | Sequence[str], /, **params: Any) -> Coroutine[Any, Any, Floats]:
+    def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
         wrong = self._wrong("embed", texts) if isinstance(texts, str) else self._wrong("embed", texts=texts)
         return self._refused(wrong) if wrong else self._embed(texts, params)
 
-    def classify(
-        self, text: str, /, labels: Sequence[str] | None = None, **params: Any
-    ) -> Coroutine[Any, Any, Classification]:
+    def classify(self, text: str, /, labels: Sequence[str] | None = None, **params: object) -> Asked[Classification]:
         wrong = self._wrong("classify", text)
         return self._refused(wrong) if wrong else self._classify(text, labels, params)
 
-    def score(self, query: str, texts: Sequence[str], /) -> Coroutine[Any, Any, Floats]:
+    def score(self, query: str, texts: Sequence[str], /) -> Asked[Floats]:
         wrong = self._wrong("score", query, texts)
         return self._refused(wrong) if wrong else self._score(query, list(texts))
 
-    def rerank(
-        self, query: str, texts: Sequence[str], /, top_n: int | None = None
-    ) -> Coroutine[Any, Any, list[Ranked]]:
+    def rerank(self, query: str, texts: Sequence[str], /, top_n: int | None = None) -> Asked[list[Ranked]]:
         wrong = self._wrong("rerank", query, texts)
         if not wrong and top_n is not None and (type(top_n) is not int or top_n < 1):
             wrong = f"generate.rerank takes a top_n of at least 1, and not {top_n!r}"
         return self._refused(wrong) if wrong else self._rerank(query, list(texts), top_n)
 
-    def tokenize(self, text: str, /) -> Coroutine[Any, Any, list[int]]:
+    def tokenize(self, text: str, /) -> Asked[list[int]]:
         wrong = self._wrong("tokenize", text)
         return self._refused(wrong) if wrong else self._tokenize(text)
 
-    async def _embed(self, texts: str | Sequence[str], params: Mapping[str, Any]) -> Floats:
+    async def _embed(self, texts: str | Sequence[str], params: Mapping[str, object]) -> Floats:
         if isinstance(texts, str):
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         asked = [self._ask("embed", (text,), params) for text in texts]
@@ -78,7 +75,7 @@ class Ways:
             raise InferenceError(None, error, payload={"input": list(texts)})
         return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
-    async def _classify(self, text: str, labels: Sequence[str] | None, params: Mapping[str, Any]) -> Classification:
+    async def _classify(self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]) -> Classification:
         answer = await self._ask("classify", (text,), params)
         label, scores = answer["label"], answer["probabilities"]
         best = max(range(len(scores)), key=scores.__getitem__)
@@ -115,7 +112,7 @@ class Ways:
         self,
         name: str,
         values: tuple[object, ...],
-        params: Mapping[str, Any],
+        params: Mapping[str, object],
         count: int = 1,
         best: int | None = None,
     ) -> JsonObject:

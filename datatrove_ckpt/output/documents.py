@@ -48,13 +48,16 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
+JsonObject: TypeAlias = dict[str, Any]
+
+
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     """datatrove's result, with what a plain answer has beside it. That is not written: the id differs in each run."""
 
-    tool_calls: Sequence[Any] = ()
-    logprobs: dict[str, Any] | None = None
-    choices: Sequence[dict[str, Any]] = ()
-    answer: dict[str, Any] | None = None
+    tool_calls: Sequence[JsonObject] = ()
+    logprobs: JsonObject | None = None
+    choices: Sequence[JsonObject] = ()
+    answer: JsonObject | None = None
     response_id = model = ""
 
 
@@ -62,23 +65,23 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
 class WholeResult(Result):
     """An answer with tool calls, logprobs or several choices. They are written beside the text."""
 
-    tool_calls: list[Any] = dataclasses.field(default_factory=list)
-    logprobs: dict[str, Any] | None = None
-    choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tool_calls: list[JsonObject] = dataclasses.field(default_factory=list)
+    logprobs: JsonObject | None = None
+    choices: list[JsonObject] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class PathResult(Result):
     """The answer of a path that is no completion. It is written beside an empty text."""
 
-    answer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answer: JsonObject = dataclasses.field(default_factory=dict)
 
 
 Result.__name__ = WholeResult.__name__ = PathResult.__name__ = "InferenceResult"  # in messages about their attributes
 RESULTS = frozenset({InferenceResult, Result, WholeResult, PathResult})
 
 
-def result_of(fields: dict[str, Any], plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
+def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
     """The result that has these fields; ``plain``: of one with datatrove's alone.
 
     Raises:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+
+Payload: TypeAlias = dict[str, Any]
+"""The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
+JsonObject: TypeAlias = dict[str, Any]
 
 if TYPE_CHECKING:  # datatrove has no types
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:  # datatrove has no types
         text: str
         id: str
         media: list[Any]
-        metadata: dict[str, Any]
+        metadata: JsonObject
 
     class InferenceResult(Protocol):
         """What ``generate`` returns: datatrove's InferenceResult, and what else the server gave.
@@ -36,21 +40,17 @@ if TYPE_CHECKING:  # datatrove has no types
         text: str
         reasoning: str | None
         finish_reason: str
-        usage: dict[str, Any]
-        tool_calls: Sequence[Any]
-        logprobs: dict[str, Any] | None
-        choices: Sequence[dict[str, Any]]
-        answer: dict[str, Any] | None
+        usage: JsonObject
+        tool_calls: Sequence[JsonObject]
+        logprobs: JsonObject | None
+        choices: Sequence[JsonObject]
+        answer: JsonObject | None
         response_id: str
         model: str
 
 else:
     from datatrove.data import Document
     from datatrove.pipeline.inference.types import InferenceResult
-
-Payload: TypeAlias = dict[str, Any]
-"""The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
-
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -108,30 +108,26 @@ class Generate(Protocol):
     def __getattr__(self, name: str, /) -> Generate:
         """``generate.judge``: the same for the model of that name, where ``config`` names several."""
 
-    def embed(self, texts: str | Sequence[str], /, **params: Any) -> Coroutine[Any, Any, Floats]:
+    async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
         """A vector of each text, as an array of the shape (texts, dimensions); of one text (dimensions,).
 
         Each text is a request of its own, or shares one with others: see ``InferenceConfig.texts_per_request``.
         """
 
-    def classify(
-        self, text: str, /, labels: Sequence[str] | None = None, **params: Any
-    ) -> Coroutine[Any, Any, Classification]:
+    async def classify(self, text: str, /, labels: Sequence[str] | None = None, **params: object) -> Classification:
         """The class of a text. ``labels``: names of the model's classes in its order (``id2label``).
 
         vLLM and SGLang name the most probable one only. So without ``labels`` the keys of ``scores`` are "0", "1", ...;
         of a model whose classes have no names, "LABEL_0", "LABEL_1", ....
         """
 
-    def score(self, query: str, texts: Sequence[str], /) -> Coroutine[Any, Any, Floats]:
+    async def score(self, query: str, texts: Sequence[str], /) -> Floats:
         """How well each text fits the query, as a cross-encoder or reranker says: an array of the shape (texts,)."""
 
-    def rerank(
-        self, query: str, texts: Sequence[str], /, top_n: int | None = None
-    ) -> Coroutine[Any, Any, list[Ranked]]:
+    async def rerank(self, query: str, texts: Sequence[str], /, top_n: int | None = None) -> list[Ranked]:
         """The texts by their score, the best first; with ``top_n`` so many of them."""
 
-    def tokenize(self, text: str, /) -> Coroutine[Any, Any, list[int]]:
+    async def tokenize(self, text: str, /) -> list[int]:
         """The text's tokens with those that the model's tokenizer adds, such as a first one."""
 
 

@@ -102,14 +102,14 @@ def rate(row: str, engine: str, texts: Path, vectors: Path) -> float:
     return float(lines[-1].split()[-2])
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["llamacpp", "vllm"], required=True)
     parser.add_argument("--texts", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row; default: 2")
     parser.add_argument("--at-least", type=float, default=0.0, help="the lowest ratio that is well, such as 0.95")
     parser.add_argument("--run", nargs=2, type=Path, metavar=("TEXTS", "VECTORS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.run:
         ours(options.engine, *options.run)
         return 0

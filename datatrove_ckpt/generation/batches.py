@@ -4,7 +4,7 @@ A shared request is a way to send, and nothing else: each text has its cache key
 as if it had been alone. ``generate.py`` sees no difference.
 
     what happens to a shared request                          then
-    it is full; or for a moment no text came; or none can     it is sent
+    it is full, or 10 ms old; or no further text can come     it is sent
     answered                                                  each text has its vector, by index, and its share of the
                                                               tokens: the sum is the request's
     rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone:
@@ -35,8 +35,7 @@ from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_PAUSE = 0.005  # seconds without a new text
-_LONGEST = 0.05  # seconds
+_LONGEST = 0.01  # seconds
 
 
 class Waiter(Protocol):
@@ -81,8 +80,7 @@ class _Batch:
         self.client, self.rest, self.way = client, rest, way
         self.texts: list[_Text] = []
         self.waiting = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self.due = asyncio.get_running_loop().time() + _LONGEST
+        self.timer: asyncio.TimerHandle
         self.task: asyncio.Task[None] | None = None
 
 
@@ -107,15 +105,18 @@ class Batches:
             waiter: has started to wait, and waits again when this returns.
         """
         key = orjson.dumps([way.path, {**payload, "input": None}], option=PAYLOAD_JSON)
+        loop = asyncio.get_running_loop()
         if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
+            batch.timer = loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter)
         batch.texts.append(text)
         batch.waiting += 1
         if len(batch.texts) >= self._most:
             self._send(key, batch)
-        else:
-            self._send_soon(key, batch)
+        elif not self._looks:  # not now: the other texts of the same call come in this turn of the event loop
+            self._looks = True
+            loop.call_soon(self._look)
         try:
             return await text.answer
         finally:
@@ -125,15 +126,6 @@ class Batches:
             if not batch.waiting and batch.task is not None:
                 batch.task.cancel()
 
-    def _send_soon(self, key: bytes, batch: _Batch) -> None:
-        loop = asyncio.get_running_loop()
-        if batch.timer is not None:
-            batch.timer.cancel()
-        batch.timer = loop.call_at(min(loop.time() + _PAUSE, batch.due), self._send, key, batch)
-        if not self._looks:  # not now: the other texts of the same call come in this turn of the event loop
-            self._looks = True
-            loop.call_soon(self._look)
-
     def _look(self) -> None:
         self._looks = False
         if self._nothing_comes():
@@ -141,8 +133,7 @@ class Batches:
                 self._send(key, batch)
 
     def _send(self, key: bytes, batch: _Batch) -> None:
-        if batch.timer is not None:
-            batch.timer.cancel()
+        batch.timer.cancel()
         del self._filling[key]
         if batch.waiting:
             batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, Request()))

@@ -1,38 +1,14 @@
-"""What a rank does with large bytes in documents: a payload lives once, and is not written where nobody wants it."""
+"""Large bytes in documents are not written where nobody wants them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from datatrove.data import Document, Media
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.rollouts import Rollout
-
-_SHARED = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-def shared_copy(document: Document) -> Document | None:
-    """A copy with containers of its own, which shares texts and bytes. None: it holds something else."""
-    try:
-        return Document(document.text, document.id, _copied(document.media), _copied(document.metadata))
-    except (TypeError, RecursionError):
-        return None
-
-
-def _copied(value: Any) -> Any:
-    kind = type(value)
-    if kind in _SHARED:
-        return value
-    if kind is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if kind is list:
-        return [_copied(item) for item in value]
-    if kind is Media:
-        return Media(*(_copied(getattr(value, name)) for name in Media.__slots__))
-    raise TypeError(kind)
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:

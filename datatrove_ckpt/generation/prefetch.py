@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Sized
+from copy import deepcopy
 
 from datatrove.data import Document
 from loguru import logger
@@ -29,7 +30,6 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
-from datatrove_ckpt.generation.media import shared_copy
 from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
@@ -64,8 +64,10 @@ class SourceDocument:
         self.id = safe_text(document.id)
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
-        large = shared_copy(document) if keep and read.size > _LARGE else None
-        self._as_read = large or (read.data if keep else None)
+        self._as_read: Document | bytes | None = read.data if keep else None
+        if keep and read.size > _LARGE:
+            with contextlib.suppress(Exception):
+                self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False
         self.stats: State | None = None
         self._documents = documents

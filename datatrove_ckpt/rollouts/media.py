@@ -206,28 +206,18 @@ def _medium(value: object) -> _Medium:
         return _Medium(data=bytes(value))
     if isinstance(value, str):
         return _from_text(value)
-    if isinstance(value, dict):
-        found = _Medium(
-            data=value.get("media_bytes", value.get("bytes")),
-            url=value.get("url"),
-            path=value.get("path"),
-            offset=value.get("offset"),
-            length=value.get("length"),
-        )
-    elif isinstance(value, Media):
-        found = _Medium("", value.media_bytes, value.url, value.path, value.offset, value.length)
-    elif (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
+    if (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
         return _Medium(data=value)
-    else:
+    if isinstance(value, Media):
+        value = {name: getattr(value, name) for name in Media.__slots__}
+    if not isinstance(value, dict):
         raise InvalidMedia(f"is of type {type(value).__name__}, and no bytes, path or URL")
-    name = found.path or found.url or ""
-    if found.data is not None:
-        return found._replace(name=name)
-    if found.path:
-        return found._replace(name=name, url=None)
-    if not found.url:
-        raise InvalidMedia("has no bytes, no path and no URL")
-    return _from_text(found.url, is_url=True)
+    data, path, url = value.get("media_bytes", value.get("bytes")), value.get("path"), value.get("url")
+    if data is None and not path:
+        if not url:
+            raise InvalidMedia("has no bytes, no path and no URL")
+        return _from_text(url, is_url=True)
+    return _Medium(path or url or "", data, None, path, value.get("offset"), value.get("length"))
 
 
 def _from_text(text: str, is_url: bool = False) -> _Medium:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.gpu_slots import GpuLease, lease_gpus
-from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, take
+from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, stop, take
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.server import InferenceServer
@@ -44,7 +45,9 @@ class RankModels:
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._rank = rank
         self._lock = asyncio.Lock()
-        self._shares: dict[str, Share] | None = None
+        self._settings: dict[str, Settings | None] = {}
+        self._warm: dict[str, ServerSet] = {}
+        self._leases: dict[str, list[GpuLease]] | None = None
 
     async def get(self, config: InferenceConfig) -> Share:
         """The share of one of the models, which belongs to the caller from now on.
@@ -53,38 +56,30 @@ class RankModels:
             ConfigError, ServerStartFailed: see ``lease_gpus`` and ``Engine.launch``.
         """
         async with self._lock:
-            if self._shares is None:
-                self._shares = await self._find()
-            return self._shares.pop(config.name)
+            if self._leases is None:
+                self._leases = await self._find()
+        warm = self._warm.pop(config.name, None)
+        return Share(self._settings[config.name], warm.servers if warm else [], self._leases.pop(config.name, []))
 
     def close(self) -> None:
-        """Gives back what no model came for."""
-        for name, (settings, servers, leases) in (self._shares or {}).items():
-            self._give_back(name, settings, servers)
-            for lease in leases:
-                lease.close()
-        self._shares = None
+        """Gives back what no model came for. Servers of an earlier rank are stopped with the warm ones."""
+        for servers in self._warm.values():
+            if not keep(servers):
+                stop([servers])
+        for lease in chain(*(self._leases or {}).values()):
+            lease.close()
 
-    async def _find(self) -> dict[str, Share]:
-        wanted = {config.name: await asyncio.to_thread(self._settings, config) for config in self._configs}
-        warm = await take(wanted, self._rank)  # first: the others may hold GPUs
-        try:
-            leases = await lease_gpus(self._configs, warm)
-        except BaseException:
-            for name, servers in warm.items():
-                self._give_back(name, wanted[name], servers)
-            raise
-        return {name: Share(wanted[name], warm.get(name, []), leases.get(name, [])) for name in wanted}
+    async def _find(self) -> dict[str, list[GpuLease]]:
+        for config in self._configs:
+            self._settings[config.name] = await asyncio.to_thread(self._settings_of, config)
+        found, others = take(self._settings, self._rank)
+        self._warm |= found
+        await asyncio.to_thread(stop, others.values())  # they may hold GPUs
+        return await lease_gpus(self._configs, self._warm)
 
-    def _settings(self, config: InferenceConfig) -> Settings | None:
+    def _settings_of(self, config: InferenceConfig) -> Settings | None:
         if Nodes.from_environment().count > 1 or not config.reuse_servers:
             return None
         # Without locks each model has its place among the GPUs, which the models before it decide.
-        return server_settings(config, [one.gpus_each * one.replicas for one in self._configs])
-
-    def _give_back(self, name: str, settings: Settings | None, servers: list[InferenceServer]) -> None:
-        """Servers of an earlier rank that this one has not used are stopped with the warm ones."""
-        if servers and settings is not None:
-            found = ServerSet(settings, self._rank, servers, name)
-            if not keep(found):
-                found.stop()
+        before = takewhile(lambda one: one is not config, self._configs)
+        return server_settings(config, [one.gpus_each * one.replicas for one in before])

@@ -19,7 +19,6 @@ A fork of this process has no warm set: it would stop servers of its parent.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import re
@@ -63,17 +62,6 @@ class ServerSet:
     servers: list[InferenceServer]
     model: str = ""
 
-    def request_stop(self) -> None:
-        for server in self.servers:
-            server.request_stop()
-
-    def stop(self) -> None:
-        """Returns when they have ended."""
-        self.request_stop()
-        for server in self.servers:
-            server.stop_blocking()
-            server.lease.close()
-
     def __str__(self) -> str:
         of_model = f" of {self.model}" if self.model else ""
         return f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of rank {self.rank}"
@@ -107,7 +95,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> Settin
     """Everything that the servers of a rank depend on: their command, files, environment and place.
 
     Args:
-        gpus: how many each model of the rank needs; they are divided in this order.
+        gpus: how many each model before this one needs; they are divided in this order.
 
     Raises:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
@@ -137,9 +125,8 @@ def _hash(part: object) -> str:
     return xxhash.xxh3_128_hexdigest(repr(part).encode())
 
 
-async def take(wanted: Mapping[str, Settings | None], rank: int) -> dict[str, list[InferenceServer]]:
-    """The warm servers of these models, which belong to the caller from now on. Those that no model can have are left
-    out, and stopped first: they may hold the GPUs that the caller needs.
+def take(wanted: Mapping[str, Settings | None], rank: int) -> tuple[dict[str, ServerSet], dict[str, ServerSet]]:
+    """The warm servers of these models, and those that no model can have. Both belong to the caller from now on.
 
     Args:
         wanted: the settings of each model's servers; None if they must be its own.
@@ -151,13 +138,7 @@ async def take(wanted: Mapping[str, Settings | None], rank: int) -> dict[str, li
     for name, one in others.items():
         why = _difference(one.settings, wanted[name]) if name in wanted else "it has no such model"
         logger.info(f"Rank {rank} does not take over {one}, which is stopped: {why}.")
-    try:
-        await asyncio.to_thread(_stop, others)
-    except BaseException:
-        for one in found.values():
-            keep(one)
-        raise
-    return {name: one.servers for name, one in found.items()}
+    return found, others
 
 
 def _difference(before: Settings, now: Settings | None) -> str:
@@ -217,16 +198,19 @@ def close_warm_servers() -> None:
     May be called at any time, and by any thread.
     """
     timer, warm = _state.timer, _take_all()
-    _stop(warm)
+    stop(warm.values())
     if timer is not None and timer is not threading.current_thread():
         timer.join()  # it may be stopping servers
 
 
-def _stop(warm: Mapping[str, ServerSet]) -> None:
-    for servers in warm.values():
-        servers.request_stop()
-    for servers in warm.values():
-        servers.stop()
+def stop(sets: Collection[ServerSet]) -> None:
+    """Stop all of these servers at once. Returns when they have ended."""
+    servers = [server for one in sets for server in one.servers]
+    for server in servers:
+        server.request_stop()
+    for server in servers:
+        server.stop_blocking()
+        server.lease.close()
 
 
 def _take_all() -> dict[str, ServerSet]:
@@ -250,7 +234,7 @@ def _stop_idle() -> None:
     for servers in warm.values():
         seconds = f"{IDLE_SECONDS:g} s"
         logger.info(f"Stopping {servers}: this process has had no other rank for {seconds} (reuse_servers).")
-    _stop(warm)
+    stop(warm.values())
 
 
 # Stamps of the files that a server is started with: equal as long as nobody changes the files.

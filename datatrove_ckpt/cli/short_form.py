@@ -95,9 +95,9 @@ _SLURM: Node = {
     "requeue_signals": ["SIGUSR1"],
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
-_TASKS: dict[str, Node] = {
-    "embed": {"class_path": "EmbedRollout", "init_args": {"column": "embedding"}},
-    "classify": {"class_path": "ClassifyRollout", "init_args": {}},
+_TASKS: dict[str, tuple[str, Node]] = {
+    "embed": ("EmbedRollout", {"column": "embedding"}),
+    "classify": ("ClassifyRollout", {}),
 }
 NAMES = [field.name for field in fields(ShortJob)]
 # Arguments that the form fills in itself.
@@ -339,14 +339,15 @@ def _flags(task: str, config: Node) -> Node:
 def _rollout(job: ShortJob, source: str) -> Any:
     """A task's or prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
     prompt, name = job.prompt, job.rollout
+    given = {} if prompt is None else {"prompt": prompt}
     if job.task is not None:
         if name is not None:
             raise ConfigError(f"{source}: task: is a rollout of its own. Give it or rollout, not both.")
-        node = _TASKS[job.task]
-        return _node(node["class_path"], **node["init_args"], **({} if prompt is None else {"prompt": prompt}))
+        class_path, settings = _TASKS[job.task]
+        return _node(class_path, **settings, **given)
     is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
     if is_ready or (name is None and prompt is not None):
-        return _node(str(name or "PromptRollout"), **({} if prompt is None else {"prompt": prompt}))
+        return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
         what = (
             "is missing; give it, or rollout (my_module.my_function)"

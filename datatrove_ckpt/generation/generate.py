@@ -282,8 +282,7 @@ class Requests(Ways):
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
         client = self._model.client
-        known = client.done() and not client.cancelled() and client.exception() is None
-        believed = client.result().stats.without_reason if known else 0
+        believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for servers that never give "
             f"one. So answers without one may be cut off. This attempt has taken {believed} of them as complete, and "

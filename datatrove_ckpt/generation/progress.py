@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Protocol, get_args
+from typing import get_args
 
 from loguru import logger
 
@@ -55,7 +55,43 @@ _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
 
-class RankReporter:
+class ModelObserver:
+    """Counts the requests to a model, or to all models of a rank.
+
+    Attributes:
+        own: what this attempt did.
+        clients: of the models whose servers are ready.
+        answered_at: when the last answer came, as ``time.monotonic`` says.
+    """
+
+    def __init__(self) -> None:
+        self.own = WorkCounts()
+        self.clients: list[CompletionClient] = []
+        self.answered_at = time.monotonic()
+
+    def serving(self, client: CompletionClient) -> None:
+        """Requests to a model go through this client from now on."""
+        self.clients.append(client)
+        self.answered_at = time.monotonic()
+
+    def answered(self, completion: Completion) -> None:
+        """A server gave an answer."""
+        own, usage = self.own, completion.usage
+        own.requests += 1
+        own.prompt_tokens += usage.get("prompt_tokens") or 0
+        own.completion_tokens += usage.get("completion_tokens") or 0
+        self.answered_at = time.monotonic()
+
+    def failed(self) -> None:
+        """A request has no answer at the end."""
+        self.own.failed += 1
+
+    def silence(self) -> Silence:
+        """Of the model that has given no answer for the longest time."""
+        return max(map(_silence, self.clients), default=Silence())
+
+
+class RankReporter(ModelObserver):
     """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
 
     ``progress``, ``spread`` and ``last_records`` may be called in any thread.
@@ -66,14 +102,13 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        clients: of the models whose servers are ready.
         own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
         skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
 
     def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
-        self.own = WorkCounts()
+        super().__init__()
         self.position: Callable[[], InputPosition] = InputPosition
         self.skipped = SkippedLines()
         self._rank = rank
@@ -82,10 +117,8 @@ class RankReporter:
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self.clients: list[CompletionClient] = []
-        self._models: dict[str, ModelReporter] = {}
+        self._models: dict[str, _ModelReporter] = {}
         self._source: DocumentSource | None = None
-        self.answered_at = time.monotonic()
         self._spread = Buckets(), Buckets(), Buckets()
         self._recent: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()  # of these two: metrics are read in other threads
@@ -95,31 +128,20 @@ class RankReporter:
 
     def of(self, config: InferenceConfig) -> ModelObserver:
         """What gets told of a model. A rank's only model needs no numbers of its own."""
-        return self._models.setdefault(config.name, ModelReporter(self)) if config.name else self
+        return self._models.setdefault(config.name, _ModelReporter(self)) if config.name else self
 
     def serving(self, client: CompletionClient) -> None:
-        """Requests to a model go through this client from now on."""
-        self.clients.append(client)
+        super().serving(client)
         self._checkpoint.clock.serving()
-        self.answered_at = time.monotonic()
 
     def answered(self, completion: Completion) -> None:
-        """A server gave an answer."""
-        own = self.own
-        prompt = completion.usage.get("prompt_tokens") or 0
-        answer = completion.usage.get("completion_tokens") or 0
-        own.requests += 1
-        own.prompt_tokens += prompt
-        own.completion_tokens += answer
-        self.answered_at = time.monotonic()
+        super().answered(completion)
+        usage = completion.usage
+        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         with self._lock:
-            self._recent.append((int(completion.seconds * 1000), prompt, answer))
+            self._recent.append((int(completion.seconds * 1000), *tokens))
             if len(self._recent) >= _RECENT:
                 self._sort_recent()
-
-    def failed(self) -> None:
-        """A request has no answer at the end."""
-        self.own.failed += 1
 
     def _sort_recent(self) -> None:
         """Under the lock. Many at once, because most values occur often: so each answer costs little."""
@@ -224,10 +246,6 @@ class RankReporter:
             found.models[name] = ModelWork(own=work, in_flight=in_flight, waiting=waiting, silence=model.silence())
         return found
 
-    def silence(self) -> Silence:
-        """Of the model that has given no answer for the longest time."""
-        return max(map(_silence, self.clients), default=Silence())
-
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""
         with self._lock:
@@ -264,43 +282,24 @@ def _silence(client: CompletionClient) -> Silence:
     return Silence(round(outage.seconds, 1), outage.patience, outage.unreachable, outage.model)
 
 
-class ModelObserver(Protocol):
-    """Is told of the requests to a model."""
-
-    def serving(self, client: CompletionClient) -> None: ...
-
-    def answered(self, completion: Completion) -> None: ...
-
-    def failed(self) -> None: ...
-
-
-class ModelReporter:
+class _ModelReporter(ModelObserver):
     """One of a rank's models: tells the rank, and counts for itself."""
 
     def __init__(self, rank: RankReporter) -> None:
-        self.own = WorkCounts()
-        self.clients: list[CompletionClient] = []
-        self.answered_at = time.monotonic()
+        super().__init__()
         self._rank = rank
 
     def serving(self, client: CompletionClient) -> None:
-        self.clients.append(client)
-        self.answered_at = time.monotonic()
+        super().serving(client)
         self._rank.serving(client)
 
     def answered(self, completion: Completion) -> None:
+        super().answered(completion)
         self._rank.answered(completion)
-        self.answered_at = self._rank.answered_at
-        self.own.requests += 1
-        self.own.prompt_tokens += completion.usage.get("prompt_tokens") or 0
-        self.own.completion_tokens += completion.usage.get("completion_tokens") or 0
 
     def failed(self) -> None:
+        super().failed()
         self._rank.failed()
-        self.own.failed += 1
-
-    def silence(self) -> Silence:
-        return max(map(_silence, self.clients), default=Silence())
 
 
 @asynccontextmanager

@@ -96,12 +96,12 @@ class Ways:
     async def _score(self, query: str, texts: list[str]) -> Floats:
         if not texts:
             return np.empty(0, np.float32)
-        return from_base64((await self._ask("score", (query, texts), {}, len(texts)))["scores"])
+        return from_base64((await self._ask("score", (query, texts), {}, count=len(texts)))["scores"])
 
     async def _rerank(self, query: str, texts: list[str], top_n: int | None) -> list[Ranked]:
         if not texts:
             return []
-        answer = await self._ask("rerank", (query, texts, top_n), {}, len(texts), top_n)
+        answer = await self._ask("rerank", (query, texts, top_n), {}, count=len(texts), best=top_n)
         return [Ranked(index, score) for index, score in answer["ranking"]]
 
     async def _tokenize(self, text: str) -> list[int]:
@@ -109,16 +109,11 @@ class Ways:
         return tokens
 
     async def _ask(
-        self,
-        name: str,
-        values: tuple[object, ...],
-        params: Mapping[str, object],
-        count: int = 1,
-        best: int | None = None,
+        self, name: str, values: tuple[object, ...], params: Mapping[str, object], **asked: int | None
     ) -> JsonObject:
-        """What ``typed_answers`` keeps of the answer. ``count, best``: see ``typed_way``."""
+        """What ``typed_answers`` keeps of the answer. ``asked``: see ``typed_way``."""
         to = self._config.engine.ways[name]
-        result = await self._answered(to.payload(values, params), typed_way(name, to.path, count, best))
+        result = await self._answered(to.payload(values, params), typed_way(name, to.path, **asked))
         assert result.answer is not None
         return result.answer
 

@@ -19,7 +19,7 @@ USAGE = {"prompt_tokens": 7, "total_tokens": 7}
 
 def kept(name: str, answer: Any, count: int = 1, best: int | None = None) -> Any:
     raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    completion = typed_way(name, "/v1/x", count, best).parse(raw, str)
+    completion = typed_way(name, "/v1/x", count=count, **({} if best is None else {"best": best})).parse(raw, str)
     assert (completion.text, completion.finish_reason) == ("", "stop")
     return completion.answer
 
@@ -84,7 +84,7 @@ def test_scores_and_rankings(answer: Any) -> None:
         assert kept("rerank", answer, 2) == {"ranking": [[1, 0.75], [0, 0.25]]}
         assert kept("rerank", answer, 2, 1) == {"ranking": [[1, 0.75]]}
         assert kept("rerank", answer, 2, 5) == kept("rerank", answer, 2)
-    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode(), str)
+    parsed = typed_way("score", "/v1/x", count=2).parse(json.dumps(answer).encode(), str)
     assert parsed.usage["prompt_tokens"] == 7
 
 

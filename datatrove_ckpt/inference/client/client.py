@@ -229,22 +229,17 @@ def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> st
 
 
 class RequestClock:
-    """One request's clock."""
+    """One request's clock. ``beside``: its failures while other requests were answered."""
 
-    __slots__ = ("_answers", "_at", "_attempts", "_beside", "_outage", "_seconds")
+    __slots__ = ("_answers", "_at", "_attempts", "_outage", "_seconds", "beside")
 
     def __init__(self, outage: Outage) -> None:
         self._outage = outage
         self._attempts = 0
-        self._beside = 0  # failures while others were answered
+        self.beside = 0
         self._seconds = 0.0
         self._at = outage.clock()
         self._answers = outage.answers
-
-    @property
-    def beside(self) -> int:
-        """Failures while other requests were answered."""
-        return self._beside
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
         """Returns the number of failures so far.
@@ -255,10 +250,10 @@ class RequestClock:
         self._attempts += 1
         now = self._outage.clock()
         if self._outage.answers > self._answers:
-            self._beside += 1
+            self.beside += 1
             self._seconds += now - self._at
         self._at, self._answers = now, self._outage.answers
-        if self._beside >= max_attempts and self.left(failure) <= 0:
+        if self.beside >= max_attempts and self.left(failure) <= 0:
             raise RequestFailed(
                 f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request failed while others "
                 f"were answered (request_max_attempts={max_attempts}, "

@@ -39,18 +39,14 @@ _FLOAT32 = np.dtype("<f4")  # as in base64
 _ROWS = ("data", "results")
 
 
-def typed_way(name: str, path: str, count: int, best: int | None = None) -> Way:
+def typed_way(name: str, path: str, **asked: int | None) -> Way:
     """The way to a path of which a typed answer is expected.
 
     Args:
         name: "embed", "classify", "score", "rerank" or "tokenize".
-        count: how many texts are asked about.
-        best: of a ranking, how many are wanted; None: all.
+        asked: count, how many texts are asked about; of a ranking also best, how many are wanted (None: all).
     """
-    parse = partial(_PARSERS[name], count=count)
-    return Way(
-        way_to(path).path, parse if best is None else partial(parse, best=best), f"{name}()", is_shared=name == "embed"
-    )
+    return Way(way_to(path).path, partial(_PARSERS[name], **asked), f"{name}()", is_shared=name == "embed")
 
 
 class Base64(str):
@@ -74,7 +70,7 @@ def from_base64(text: str) -> Floats:
     )
 
 
-def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
     """Vectors of one length, in the order of their texts: ``embeddings``, base64.
 
     Raises:
@@ -88,7 +84,7 @@ def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Complet
     return other_than_text(answer, {"embeddings": list(map(to_base64, vectors, texts))})
 
 
-def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+def parse_classes(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
     """``label``, None if the server does not name it, and ``probabilities``: of all classes in the model's order.
 
     Raises:
@@ -127,7 +123,7 @@ def parse_ranking(raw: bytes, redact: Redact = str, *, count: int, best: int | N
     return other_than_text(answer, {"ranking": [list(pair) for pair in ranking[:wanted]]})
 
 
-def parse_tokens(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
+def parse_tokens(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
     """``tokens``: their numbers.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import hashlib
 import hmac
 import json
@@ -111,9 +110,7 @@ def _listed(texts: Any) -> list[Any]:
 
 def _embeddings(payload: _Payload) -> _Payload:
     dimensions = payload.get("dimensions") or _DIMENSIONS
-    vectors: list[Any] = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
-    if payload.get("encoding_format") == "base64":
-        vectors = [base64.b64encode(struct.pack(f"<{dimensions}f", *vector)).decode() for vector in vectors]
+    vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
     return {"data": [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]}
 
 
@@ -126,8 +123,7 @@ def _classes(payload: _Payload) -> _Payload:
 
 
 def _scores(payload: _Payload) -> _Payload:
-    texts = _listed(payload.get("text_2"))
-    scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in texts]
+    scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))]
     return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
 
 

@@ -103,13 +103,11 @@ async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, l
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
         raise ConfigError(_too_few(configs, needed, visible))
-    chosen = [(name, -1) for name in visible]
+    left = iter([(name, -1) for name in visible])
     if ranks_share_them:
-        chosen = await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs if one.name in leases))
-    left = iter(chosen)
+        configs = [one for one in configs if one.name in leases]
+        left = iter(await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs)))
     for config in configs:
-        if ranks_share_them and config.name not in leases:
-            continue
         servers = [list(islice(left, config.gpus_each)) for _ in range(config.replicas)]
         for lease, share in zip(leases.get(config.name, ()), servers, strict=False):
             lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
@@ -123,10 +121,9 @@ def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[
     if len(configs) > 1:
         each = " and ".join(f"{one.name} ({one.gpus_each * one.replicas})" for one in configs)
         return f"gpus: the models {each} together need {there}"
-    (config,) = configs
-    if config.gpus is not None:
+    if configs[0].gpus is not None:
         return f"gpus: its servers need {there}"
-    return f"replicas: {config.replicas} servers with tp * dp * pp = {config.gpus_each} need {there}"
+    return f"replicas: {configs[0].replicas} servers with tp * dp * pp = {configs[0].gpus_each} need {there}"
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:

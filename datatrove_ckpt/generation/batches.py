@@ -4,7 +4,7 @@ A shared request is a way to send, and nothing else: each text has its cache key
 as if it had been alone. ``generate.py`` sees no difference.
 
     what happens to a shared request                          then
-    it is full, or 10 ms old; or no further text can come     it is sent
+    it is full, or 5 ms old                                   it is sent
     answered                                                  each text has its vector, by index, and its share of the
                                                               tokens: the sum is the request's
     rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone:
@@ -17,7 +17,7 @@ as if it had been alone. ``generate.py`` sees no difference.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -35,7 +35,7 @@ from datatrove_ckpt.rollouts import Payload
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-_LONGEST = 0.01  # seconds
+_LONGEST = 0.005  # seconds that a text waits for others
 
 
 class Waiter(Protocol):
@@ -89,14 +89,11 @@ class Batches:
 
     Args:
         most: texts in one request.
-        nothing_comes: whether no further text can come before one is answered.
     """
 
-    def __init__(self, most: int, nothing_comes: Callable[[], bool]) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._nothing_comes = nothing_comes
         self._filling: dict[bytes, _Batch] = {}
-        self._looks = False
 
     async def complete(self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter) -> Completion:
         """The answer to one text, as ``CompletionClient.complete`` gives it, with the same errors.
@@ -105,18 +102,14 @@ class Batches:
             waiter: has started to wait, and waits again when this returns.
         """
         key = orjson.dumps([way.path, {**payload, "input": None}], option=PAYLOAD_JSON)
-        loop = asyncio.get_running_loop()
         if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
-            batch.timer = loop.call_later(_LONGEST, self._send, key, batch)
+            batch.timer = asyncio.get_running_loop().call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter)
         batch.texts.append(text)
         batch.waiting += 1
         if len(batch.texts) >= self._most:
             self._send(key, batch)
-        elif not self._looks:  # not now: the other texts of the same call come in this turn of the event loop
-            self._looks = True
-            loop.call_soon(self._look)
         try:
             return await text.answer
         finally:
@@ -125,12 +118,6 @@ class Batches:
             batch.waiting -= 1
             if not batch.waiting and batch.task is not None:
                 batch.task.cancel()
-
-    def _look(self) -> None:
-        self._looks = False
-        if self._nothing_comes():
-            for key, batch in list(self._filling.items()):
-                self._send(key, batch)
 
     def _send(self, key: bytes, batch: _Batch) -> None:
         batch.timer.cancel()

@@ -45,11 +45,6 @@ class DocumentLimit:
         self._room: asyncio.Future[None] | None = None
         self._bytes = ByteBudget(media_bytes())
 
-    @property
-    def is_full(self) -> bool:
-        """No further document may start."""
-        return self._in_work >= self._size
-
     async def acquire(self, size: int) -> None:
         """Returns when there is room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:

@@ -438,11 +438,6 @@ class Drain:
         self._waiting += 1
         self.check_soon()
 
-    @property
-    def all_wait(self) -> bool:
-        """Whether each document in work waits for an answer."""
-        return self._waiting == len(self._documents)
-
     def request_finished(self) -> None:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
@@ -464,7 +459,7 @@ class Drain:
     def _check(self) -> None:
         if any(client.router.in_flight for client in self._clients):
             return
-        if self.all_wait:
+        if self._waiting == len(self._documents):
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

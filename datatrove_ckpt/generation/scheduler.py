@@ -78,7 +78,6 @@ class Scheduler:
         self._idle.set()
         self.documents = DocumentTasks()
         self.drain = Drain(self.documents)
-        self._all_admitted = False
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
@@ -88,7 +87,7 @@ class Scheduler:
                 config,
                 self.observer.of(config),
                 self._loop.create_future(),
-                Batches(config.texts_per_request, self._all_wait) if config.texts_per_request > 1 else None,
+                Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
             )
             for name, config in self.configs.items()
         }
@@ -118,7 +117,6 @@ class Scheduler:
             # All waits are inside this block: an error that ends one must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
-                self._all_admitted = True
                 await self._idle.wait()
             except BaseException:
                 self.shutdown.abort()
@@ -151,10 +149,6 @@ class Scheduler:
                     await wait_until_cancelled()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
-
-    def _all_wait(self) -> bool:
-        """Whether there is no further request before one is answered."""
-        return self.drain.all_wait and (self._all_admitted or self._document_limit.is_full)
 
     def _look_at_first(self, document: Document) -> None:
         if self.metadata_key in document.metadata:

@@ -267,9 +267,11 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     await budget.acquire(held)
     try:
         parts = await _made_in_thread(media, settings)
-        needed = sum(len(data.data) for data in data_of(parts)) if files else 0
-        budget.release(held - needed)  # a picture that was made smaller
-        held = needed
+        if files:  # a picture that was made smaller
+            values = [value for part in parts for value in part[part["type"]].values()]
+            needed = sum(len(value.data) for value in values if isinstance(value, MediaData))
+            budget.release(held - needed)
+            held = needed
         yield parts
     finally:
         budget.release(held)
@@ -286,12 +288,6 @@ async def _made_in_thread(media: list[tuple[str, _Medium]], settings: MediaSetti
         except Exception as error:
             seconds = attempts.failed("A file that a document names cannot be read", error)
         await asyncio.sleep(seconds)
-
-
-def data_of(parts: Iterable[Payload]) -> list[MediaData]:
-    """The bytes in the parts."""
-    values = [value for part in parts for value in part[part["type"]].values()]
-    return [value for value in values if isinstance(value, MediaData)]
 
 
 def _named(number: int, value: object) -> tuple[str, _Medium]:

@@ -64,7 +64,8 @@ def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path:
     shared.payloads.clear()
     runner(tmp_path, shared, embed, config={"texts_per_request": 8}).run(documents(10))
     assert output(tmp_path) == output(tmp_path / "alone")
-    assert sorted(sizes(shared)) == [2, 4, 8, 8, 8]
+    assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
+    assert len(shared.payloads) < 10
     assert asked(shared) == {"the same": 10} | {f"text {i}{end}": 1 for i in range(10) for end in ("", " again")}
     assert {key for payload in shared.payloads for key in payload} == {"input", "model", "encoding_format"}
 

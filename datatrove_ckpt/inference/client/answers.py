@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import orjson
@@ -142,31 +143,6 @@ def way_to(path: str) -> Way:
     return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
 
 
-def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
-    """An answer of /v1/chat/completions.
-
-    Args:
-        redact: hides secrets in what an error message quotes.
-
-    Raises:
-        RetryableError: it is no finished completion.
-    """
-    return _completion(raw, redact, _read_message)
-
-
-def parse_completion(raw: bytes, redact: Redact = str) -> Completion:
-    """An answer of /v1/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
-    """
-    return _completion(raw, redact, _read_text)
-
-
-CHAT = Way("chat/completions", parse_chat, "chat/completions")
-COMPLETIONS = Way("completions", parse_completion, "completions")
-
-
 def parse_other(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of any other path.
 
@@ -202,7 +178,18 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     return choice["text"] or "", "", None
 
 
-def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+def _completion(
+    raw: bytes, redact: Redact = str, *, read: Callable[[JsonObject], tuple[object, object, object]]
+) -> Completion:
+    """An answer of completions.
+
+    Args:
+        redact: hides secrets in what an error message quotes.
+        read: text, reasoning and tool calls of a choice.
+
+    Raises:
+        RetryableError: it is no finished completion.
+    """
     answer = _answer(raw, redact)
     choices, usage = answer.get("choices"), _usage(answer)
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
@@ -216,6 +203,12 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
     _name(completion, answer)
     return completion
+
+
+parse_chat = partial(_completion, read=_read_message)
+parse_completion = partial(_completion, read=_read_text)
+CHAT = Way("chat/completions", parse_chat, "chat/completions")
+COMPLETIONS = Way("completions", parse_completion, "completions")
 
 
 def _name(completion: Completion, answer: JsonObject) -> None:

@@ -131,10 +131,8 @@ def parse_tokens(raw: bytes, redact: Redact = str, *, count: int = 1) -> Complet
     """
     answer = read_json(raw, redact)
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if not isinstance(answer, dict) or not isinstance(tokens, list):
-        raise RetryableError("the answer has no tokens")
-    if not all(type(token) is int for token in tokens):
-        raise RetryableError("the answer's tokens are no integers")
+    if not isinstance(answer, dict) or not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise RetryableError("the answer has no tokens, or they are no integers")
     return other_than_text(answer, {"tokens": tokens})
 
 

@@ -33,6 +33,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.errors import RequestRejected
+from datatrove_ckpt.inference.client.answers import way_to
+from datatrove_ckpt.inference.servers.connect import connect
 from tests.real import environment
 from tests.real.test_vllm import ENVIRONMENT, vllm_server
 from tests.real.ways_job import LABELS, texts
@@ -152,6 +156,16 @@ def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: 
     for name, vectors in (("one at a time", found), ("8 at once", together)):
         print(f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}")
         assert cosines(vectors, right).min() > 0.999
+
+
+@needs_weights
+async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once() -> None:
+    config = InferenceConfig(**EMBEDS)
+    async with connect(config, 0) as (client, _):
+        for text, problem in (("word " * 300, "301 tokens"), ("", "cannot be empty")):
+            with pytest.raises(RequestRejected, match=problem):
+                await client.complete(json.dumps({"input": text}).encode(), way_to("/v1/embeddings"))
+        assert client.stats.retries == 0
 
 
 @needs_weights

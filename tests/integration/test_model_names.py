@@ -15,6 +15,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed, RequestRejected, ServerRefused, named
@@ -88,7 +89,7 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here: Path, a: Fak
     place = {"checkpoints_local_dir": str(here / "checkpoints")}
     with pytest.raises(ServerRefused):
         InferenceRunner(two, config(a), writer(here), **place).run(documents(1))
-    cache = RequestCache(here / "checkpoints/00000/cache.sqlite3")
+    cache = RequestCache(here / "checkpoints/00000" / CACHE)
     (key,) = cache.answers(0)
     cache.close()
     sent = next(one for one in a.payloads if "second" not in str(one))
@@ -254,6 +255,6 @@ def test_what_is_doubtful_about_a_named_model_is_said(job: Path, command: Comman
 
 def test_other_models_in_the_file_are_noticed(job: Path, command: Command) -> None:
     Path("job.yaml").write_text(Path("job.yaml").read_text().replace("judge:", "critic:"))
-    assert 'models: ["writer","judge"] -> ["writer","critic"]' in command("status", "job.yaml")
+    assert 'models: ["writer","judge"] -> ["writer","critic"]' in command("verify", "job.yaml", code=None)
     said = command("fork", "job.yaml", "job.yaml", *NEW, "--dry-run").out
     assert "answers: none can be used: models" in said

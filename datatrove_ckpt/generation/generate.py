@@ -263,7 +263,7 @@ class Requests(Ways):
             raise
         except RequestPoisoned as error:
             model.observer.failed()
-            raise _failed(error, payload) from error
+            raise _failed(named(error, model.config.name), payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
             model.observer.failed()
             # The rank stops, whatever the rollout does with the error that it sees.

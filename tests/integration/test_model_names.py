@@ -18,7 +18,15 @@ from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
 from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed, RequestRejected, ServerRefused, named
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    DocumentFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerRefused,
+    named,
+)
+from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -122,6 +130,22 @@ def test_a_rejection_names_its_model(here: Path, a: FakeServer) -> None:
     (letter,) = letters(here / "text")
     assert "not judged: " in letter["error"]
     assert "judge: BadRequestError: HTTP 400" in letter["error"]
+
+
+def test_a_request_that_kills_servers_names_its_model(
+    here: Path, a: FakeServer, b: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = CompletionClient.complete
+
+    async def dies(self: CompletionClient, body: Any, way: Any) -> Any:
+        if b"Judge" in body:
+            raise RequestPoisoned("three servers died of it")
+        return await complete(self, body, way)
+
+    monkeypatch.setattr(CompletionClient, "complete", dies)
+    runner_of_both(here, a, b).run(documents(1))
+    (letter,) = letters(here)
+    assert letter["error"] == "judge: three servers died of it"
 
 
 def test_a_rejection_keeps_its_name_in_another_process() -> None:

@@ -230,7 +230,8 @@ class RequestError(CkptError):
 class RequestRejected(RequestError):
     """The server rejected this request for good (400, 413, 414, 422, 431). ``retry_errors`` sends it again.
 
-    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
+    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word. Where there are
+    several models, the name of the one that was asked stands before it.
     """
 
     def __init__(self, status: int, body: str, remembered: bool = False) -> None:
@@ -240,8 +241,8 @@ class RequestRejected(RequestError):
         note = " (an earlier attempt got this answer; retry_errors=True asks again)" if remembered else ""
         super().__init__(f"BadRequestError: HTTP {status}{note}: {' '.join(body.split())}")
 
-    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool]]:
-        return type(self), (self.status, self.body, self.remembered)
+    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool], dict[str, object]]:
+        return type(self), (self.status, self.body, self.remembered), {"args": self.args}
 
 
 class RequestFailed(RequestError):

@@ -23,6 +23,18 @@ _USERS_FIELDS = (
     "model_kwargs",
 )
 """Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
+_ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
+
+
+def of_model(name: str) -> str:
+    """A field of one of several models as that of a single one: ``model_kwargs`` of ``judge.model_kwargs``."""
+    head, _, inner = name.partition(".")
+    return name if head in _USERS_FIELDS else inner or name
+
+
+def decides(name: str) -> bool:
+    """Whether a field of the identity, of any model, decides about an answer and is in no payload."""
+    return of_model(name) in _ANSWERING
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ def fields_without_secrets(fields: Json) -> Json:
 
 
 def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
-    is_users = name.partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
+    is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
     return without_secrets(name, value, found) if is_users else value
 
 

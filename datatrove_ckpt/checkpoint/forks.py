@@ -19,10 +19,8 @@ from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.errors import CheckpointMismatch
 
 FORKED = "forked"
-ANSWERING = ("canned_answers", "model_kwargs", "use_chat")
-"""Fields of the identity that decide about an answer and are in no payload."""
-KEPT_SETTINGS = ("identity_version", "tasks", *ANSWERING)
-"""Fields of the identity with which a fork cannot use the answers, or the input, if they differ."""
+OF_INPUT = ("identity_version", "tasks")
+"""Fields of the identity with which a fork cannot use the input if they differ."""
 WAY_OUT = (
     "Go back to the old value, or fork again with --no-answers into another folder: then these settings may change. "
     "With another number of tasks nothing can be kept: start a new run instead."

@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
+    ModelWork,
     Progress,
     Record,
     ServerEvent,
@@ -100,6 +101,8 @@ class HistoryLog:
             record.attempt = self._attempt
             if isinstance(record, Progress):
                 record.total = self.earlier.plus(record.own)
+                for name in self.earlier_models:  # those that have another name now did what they did
+                    record.models.setdefault(name, ModelWork())
                 for name, model in record.models.items():
                     model.total = self.earlier_models.get(name, WorkCounts()).plus(model.own)
             lines.append(record.to_line())

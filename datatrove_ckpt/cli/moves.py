@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import repair_command
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.fields import RunIdentity, of_model
 from datatrove_ckpt.checkpoint.identity import Change, compare
 from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
@@ -252,7 +252,7 @@ def _kept(run: forks.Source, found: forks.Fork, new: NewRun, arguments: argparse
     if not found.requests:
         return "none; the old run has saved none of documents that it has not committed"
     saved = _amount(found.requests, found.prompt_tokens, found.completion_tokens, arguments)
-    names = [change.field for change in new.changes if change.field.startswith(_MAKES_PAYLOADS)]
+    names = [change.field for change in new.changes if of_model(change.field).startswith(_MAKES_PAYLOADS)]
     doubt = f". It may be none, because what payloads are made of changed: {', '.join(names)}"
     return (
         f"{found.requests} of {plural(found.documents, 'document')} kept. One is used if the final payload of "

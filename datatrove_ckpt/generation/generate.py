@@ -69,13 +69,11 @@ class Model:
     """One of the rank's models.
 
     Attributes:
-        mark: tells its cached answers from those of the first one, whose mark is "".
         client: ready once its servers are.
         observer: of its requests.
         batches: None: texts share no requests.
     """
 
-    mark: str
     config: InferenceConfig
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
@@ -234,6 +232,7 @@ class Requests(Ways):
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
             own.failed += 1
+            named(error, config.name)
             self._answers.rejections.append(error)
             raise _failed(error, payload) from error
         except InferenceError:
@@ -264,7 +263,7 @@ class Requests(Ways):
             raise
         except RequestPoisoned as error:
             model.observer.failed()
-            raise _failed(error, payload) from error
+            raise _failed(named(error, model.config.name), payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
             model.observer.failed()
             # The rank stops, whatever the rollout does with the error that it sees.
@@ -281,12 +280,12 @@ class Requests(Ways):
         return _result(fields, response_id, name)
 
     def _digest(self, payload: Payload, way: Way) -> str:
-        """The same for equal payloads of one way and model. Those of the usual way to the first model have the hash of
-        the payload alone.
+        """The same for equal payloads of one way and model. Those of the usual way have the hash of the payload alone.
+        Of several models, each has its name in the hash, so their order does not matter.
         """
         if way is not self._usual:
             payload = {**payload, _WAY: way.name}
-        return _digest({**payload, _MODEL: self._model.mark} if self._model.mark else payload)
+        return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""

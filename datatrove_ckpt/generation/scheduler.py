@@ -83,7 +83,6 @@ class Scheduler:
         self._completed: asyncio.Future[None] = self._loop.create_future()
         self.models = {
             name: Model(
-                "" if config is first else name,
                 config,
                 self.observer.of(config),
                 self._loop.create_future(),

@@ -31,8 +31,8 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.forks import ANSWERING, FORKED, KEPT_SETTINGS, Forked, fork_lock, is_unstarted
+from datatrove_ckpt.checkpoint.fields import RunIdentity, decides
+from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
@@ -215,8 +215,8 @@ def _fork_rank(rank: RankLedger, said: str, folder: Path, keep_answers: bool, fo
                     _copy(rank.folder / name, folder / name)
     committed = [range(commit.first_ordinal, commit.next_ordinal) for commit in rank.commits.values()]
     _keep_answers(folder, rank.folder / KEPT_ANSWERS if keep_answers else None, committed, fork)
-    settings = KEPT_SETTINGS if keep_answers else ("identity_version", "tasks")
-    fields = {name: rank.run[name] for name in (*settings, RESHARDS) if name in rank.run}
+    names = [*OF_INPUT, *filter(decides, rank.run if keep_answers else ()), RESHARDS]
+    fields = {name: rank.run[name] for name in names if name in rank.run}
     content = {**stamped(fields), FORKED: forked.to_json(), "owner": new_owner()}
     files.disk.replace(folder / RUN, sealed_json(content))
     fork.ranks += 1
@@ -340,11 +340,12 @@ class Source:
 
     def _differing(self, kept: Json, new: RunIdentity | None) -> list[str]:
         if new is None:
-            both = [name for name in ANSWERING if name in kept and name in self.settings]
+            both = [name for name in kept if decides(name) and name in self.settings]
             return [name for name in both if not same_value(name, kept[name], self.settings[name])]
         had_others = any(change.get("field") == _MODEL for change in kept.get("accepted_changes", []))
-        deciding = ANSWERING if had_others else (_MODEL, *ANSWERING)
-        return [change.field for change in compare(kept, new) if change.field in deciding]
+        is_only = "models" not in kept and not had_others
+        fields = [change.field for change in compare(kept, new)]
+        return [name for name in fields if decides(name) or (is_only and name == _MODEL)]
 
 
 def real_place(folder: str) -> str:
@@ -354,5 +355,5 @@ def real_place(folder: str) -> str:
 
 def _changed_midway(*runs: Json) -> list[str]:
     """The fields that decide about answers and that the user has changed in the middle."""
-    changed = {change.get("field") for run in runs for change in run.get("accepted_changes", [])}
-    return [name for name in ANSWERING if name in changed]
+    changed = {str(change.get("field")) for run in runs for change in run.get("accepted_changes", [])}
+    return sorted(filter(decides, changed))

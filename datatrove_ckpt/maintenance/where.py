@@ -308,6 +308,8 @@ def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
     if isinstance(folder := writer.get("output_folder"), str) and "$" not in folder:
         yield "output_folder", folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))  # noqa: PTH100, PTH111 (as datatrove)
     named = all(isinstance(one, dict) for one in config.values())  # several models: see ``config.models``
+    if named and len(config) > 1:
+        yield "models", [*config]
     for number, (name, one) in enumerate(config.items() if named else [("", config)]):
         if "model_name_or_path" in one:
             yield f"{name}.model" if number else "model", one["model_name_or_path"]

@@ -448,7 +448,21 @@ def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: 
 
 
 @pytest.mark.parametrize(
-    "name", ["", "1st", "my judge", "class", "embed", "tokens", "last_hash", "tp", "rollout_fn", "_judge", "rollouts-2"]
+    "name",
+    [
+        "",
+        "1st",
+        "my judge",
+        "class",
+        "embed",
+        "tokens",
+        "last_hash",
+        "tp",
+        "rollout_fn",
+        "uses",
+        "_judge",
+        "rollouts-2",
+    ],
 )
 def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
     made = InferenceConfig("dummy", "m")

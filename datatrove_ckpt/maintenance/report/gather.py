@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.fields import of_model
 from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
@@ -87,7 +88,7 @@ def gather(
     state = _overall(run)
     return Page(
         where=run.what,
-        model=str(run.identity.get("model") or ""),
+        model=", ".join(dict.fromkeys(str(run.identity[name]) for name in run.identity if of_model(name) == "model")),
         state=state,
         tone=_TONES.get(state, "warning"),
         made_at=run.read_at,

@@ -1,0 +1,284 @@
+"""The models of a run change: their order, their names, or what decides about the answers of one that is not first."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.layout import CACHE
+from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
+from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    DocumentFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerRefused,
+    named,
+)
+from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.maintenance.run_state import SCHEMA
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
+from tests.jobs import config, documents, letters, rows, writer
+from tests.yaml_jobs import job_yaml, write_job
+
+from .test_models import ROLLOUT, generate_and_judge, payload, says
+from .test_models import runner as runner_of_both
+
+
+@pytest.fixture
+def a() -> Iterator[FakeServer]:
+    with says("a") as server:
+        yield server
+
+
+@pytest.fixture
+def b() -> Iterator[FakeServer]:
+    with says("b") as server:
+        yield server
+
+
+async def first_then_second(document: Document, generate: Any) -> Any:
+    """All models get the same payload, the one that was first in the first attempt at first."""
+    order = Path("order").read_text().split()  # noqa: ASYNC240
+    return {name: (await getattr(generate, name)(payload(document.text))).text for name in order}
+
+
+def attempt(folder: Path, models: dict[str, FakeServer], seed: int | None = None, **changes: Any) -> None:
+    configs = {name: config(server, seed=seed) for name, server in models.items()}
+    place = str(folder / "checkpoints")
+    InferenceRunner(first_then_second, configs, writer(folder), checkpoints_local_dir=place, **changes).run(
+        documents(1)
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(
+    ("names", "kept"), [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)]
+)
+def test_an_answer_stays_with_the_name_of_its_model(
+    here: Path, a: FakeServer, b: FakeServer, names: str, kept: bool, seed: int | None
+) -> None:
+    """All have the same model name and payload. An endpoint may move, so the name is what a model is known by."""
+    b._status = lambda payload, times: 403
+    Path("order").write_text("writer judge")
+    with pytest.raises(ServerRefused):
+        attempt(here, {"writer": a, "judge": b}, seed)
+    b._status = lambda payload, times: None
+    servers = {"a": a, "b": b}
+    models = {pair[:-2]: servers[pair[-1]] for pair in names.split()}
+    with pytest.raises(CheckpointMismatch, match="models: "):
+        attempt(here, models, seed)
+    Path("order").write_text(" ".join(models))
+    attempt(here, models, seed, accept_changes=True)
+    (row,) = rows(here)
+    own = {pair[:-2]: f"{pair[-1]} on text 0" for pair in names.split()}
+    assert row["metadata"]["rollout_results"] == [own | ({"writer": "a on text 0"} if kept else {})]
+    assert len(a.payloads) + len(b.payloads) == (3 if kept else 4)
+
+
+def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here: Path, a: FakeServer) -> None:
+    a._status = lambda payload, times: 403 if "second" in str(payload) else None
+
+    async def two(document: Document, generate: Any) -> Any:
+        return [(await generate(payload(text))).text for text in (document.text, "second")]
+
+    place = {"checkpoints_local_dir": str(here / "checkpoints")}
+    with pytest.raises(ServerRefused):
+        InferenceRunner(two, config(a), writer(here), **place).run(documents(1))
+    cache = RequestCache(here / "checkpoints/00000" / CACHE)
+    (key,) = cache.answers(0)
+    cache.close()
+    sent = next(one for one in a.payloads if "second" not in str(one))
+    assert key.payload_hash == payload_hash(orjson.dumps(sent, option=orjson.OPT_SORT_KEYS))
+    a._status = lambda payload, times: None
+    InferenceRunner(two, {"writer": config(a)}, writer(here), **place).run(documents(1))
+    assert len([one for one in a.payloads if "second" not in str(one)]) == 1
+
+
+# rejections -----------------------------------------------------------------------------------------------------------
+
+
+async def passes_the_text_on(document: Document, generate: Any) -> Any:
+    try:
+        return await generate_and_judge(document, generate)
+    except Exception as error:
+        raise RuntimeError(f"not judged: {error}") from None
+
+
+def test_a_rejection_names_its_model(here: Path, a: FakeServer) -> None:
+    with FakeServer(status=lambda payload, times: 400) as rejects:
+        with pytest.raises(DocumentFailed, match="failed: judge: BadRequestError: HTTP 400: "):
+            runner_of_both(here, a, rejects).run(documents(1))
+        with pytest.raises(DocumentFailed, match=r"failed: judge: BadRequestError: HTTP 400 \(an earlier attempt "):
+            runner_of_both(here, a, rejects).run(documents(1))
+        runner_of_both(here, a, rejects, skip_bad_requests=True).run(documents(1))
+        runner_of_both(here / "text", a, rejects, passes_the_text_on, skip_bad_requests=True).run(documents(1))
+    (letter,) = letters(here)
+    assert letter["error"].startswith("judge: BadRequestError: HTTP 400 (an earlier attempt ")
+    (letter,) = letters(here / "text")
+    assert "not judged: " in letter["error"]
+    assert "judge: BadRequestError: HTTP 400" in letter["error"]
+
+
+def test_a_request_that_kills_servers_names_its_model(
+    here: Path, a: FakeServer, b: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = CompletionClient.complete
+
+    async def dies(self: CompletionClient, body: Any, way: Any) -> Any:
+        if b"Judge" in body:
+            raise RequestPoisoned("three servers died of it")
+        return await complete(self, body, way)
+
+    monkeypatch.setattr(CompletionClient, "complete", dies)
+    runner_of_both(here, a, b).run(documents(1))
+    (letter,) = letters(here)
+    assert letter["error"] == "judge: three servers died of it"
+
+
+def test_a_rejection_keeps_its_name_in_another_process() -> None:
+    copied = pickle.loads(pickle.dumps(named(RequestRejected(400, "no", remembered=True), "judge")))
+    assert str(copied).startswith("judge: BadRequestError: HTTP 400 (an earlier attempt ")
+    assert (copied.status, copied.body, copied.remembered) == (400, "no", True)
+
+
+# identities -----------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_among_the_parameters_of_a_named_model_are_not_kept() -> None:
+    for name in ("default_generation_params", "judge.default_generation_params", "judge.model_kwargs"):
+        assert b"s3cret" not in orjson.dumps(fields_without_secrets({name: {"api_key": "s3cret-s3cret"}})), name
+
+
+def test_the_numbers_of_a_run_whose_models_were_renamed(
+    here: Path, a: FakeServer, b: FakeServer, command: Command
+) -> None:
+    b._status = lambda payload, times: 403
+    Path("order").write_text("writer judge")
+    with pytest.raises(ServerRefused):
+        attempt(here, {"writer": a, "judge": b})
+    b._status = lambda payload, times: None
+    Path("order").write_text("author judge")
+    monitoring = MonitoringConfig(metrics_file="metrics.prom")
+    attempt(here, {"author": a, "judge": b}, accept_changes=True, monitoring=monitoring)
+    state = orjson.loads(command("status", "checkpoints", "--json").out)
+    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
+    answers = {name: model["requests"] for name, model in state["totals"]["models"].items()}
+    assert answers == {"writer": 1, "author": 1, "judge": 1}
+    assert 'model_name="author"' in Path("metrics_00000.prom").read_text()
+    for words in (["status"], ["verify"], ["report", "--output", "page.html"]):
+        command(words[0], "checkpoints", *words[1:])
+
+
+def test_a_page_names_all_models(here: Path, a: FakeServer, b: FakeServer, command: Command) -> None:
+    runner_of_both(here, a, b, judge={"model_name_or_path": "other"}).run(documents(1))
+    command("report", "checkpoints", "--output", "page.html")
+    assert "<title>fake, other: finished" in Path("page.html").read_text()
+
+
+# fork -----------------------------------------------------------------------------------------------------------------
+
+REVISION = {"model_kwargs": {"revision": "v2"}}
+
+
+def forked(folder: Path, a: FakeServer, b: FakeServer, command: Command) -> str:
+    said = command("fork", folder / "checkpoints", folder / "new" / "checkpoints").out
+    a.payloads.clear()
+    b.payloads.clear()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [(REVISION, 'judge.model_kwargs.revision: (not set) -> "v2"'), ({"use_chat": False}, "judge.use_chat: true -> ")],
+)
+def test_a_fork_binds_the_settings_of_each_model(
+    here: Path, a: FakeServer, b: FakeServer, command: Command, changes: Any, line: str
+) -> None:
+    runner_of_both(here, a, b, keep_answers=True).run(documents(2))
+    assert "answers: 4 of 2 documents kept" in forked(here, a, b, command)
+    with pytest.raises(CheckpointMismatch, match=re.escape(line)):
+        runner_of_both(here / "new", a, b, judge=changes, accept_changes=True).run(documents(2))
+    runner_of_both(here / "new", a, b, judge={"model_name_or_path": "other"}).run(documents(2))
+    assert [len(server.payloads) for server in (a, b)] == [0, 2], "another model is in the payload"
+
+
+def test_a_fork_keeps_no_answers_of_a_model_that_was_changed_midway(
+    here: Path, a: FakeServer, b: FakeServer, command: Command
+) -> None:
+    runner_of_both(here, a, b, keep_answers=True).run(documents(2))
+    runner_of_both(here, a, b, keep_answers=True, accept_changes=True, judge=REVISION).run(documents(4))
+    said = forked(here, a, b, command)
+    assert "answers: none can be used: judge.model_kwargs changed in the middle of this run\n" in said
+    runner_of_both(here / "new", a, b).run(documents(4))
+    assert [len(server.payloads) for server in (a, b)] == [4, 4]
+
+
+def test_other_models_make_a_fork_without_answers(here: Path, a: FakeServer, b: FakeServer, command: Command) -> None:
+    runner_of_both(here, a, b, keep_answers=True).run(documents(2))
+    forked(here, a, b, command)
+    step = runner_of_both(here / "new", a, b)
+    step.named_models = dict(reversed(step.named_models.items()))
+    with pytest.raises(CheckpointMismatch, match="models: "):
+        step.run(documents(2))
+
+
+NEW = [
+    "--pipeline.1.checkpoints_local_dir=new/checkpoints",
+    "--pipeline.1.output_writer.output_folder=new/output",
+    "--executor.logging_dir=new/logs",
+]
+
+
+@pytest.fixture
+def job(here: Path, a: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run with a judge that gives canned answers."""
+    (here / "two_models.py").write_text(ROLLOUT)
+    monkeypatch.syspath_prepend(str(here))
+    writes = f'{{server_type: endpoint, endpoint_url: "{a.url}", model_name_or_path: w}}'
+    judges = "{server_type: dummy, model_name_or_path: j}"
+    text = job_yaml(f"writer: {writes}, judge: {judges}", rollout="two_models.rollout")
+    write_job(here, f"{text}          keep_answers: true\n", ["a", "b"])
+    command("run", "job.yaml")
+    return here
+
+
+def test_a_judge_that_was_canned_answers_anew_in_the_fork(job: Path, b: FakeServer, command: Command) -> None:
+    judge = "--pipeline.1.config.judge"
+    changed = [*NEW, f"{judge}.server_type=endpoint", f"{judge}.endpoint_url={b.url}"]
+    said = command("fork", "job.yaml", "job.yaml", *changed).out
+    assert "answers: none can be used: judge.canned_answers changed\n" in said
+    command("run", "job.yaml", *changed)
+    assert len(b.payloads) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("default_generation_params={top_p: 0.5}", "made of changed: judge.default_generation_params"),
+        ("seed=1", "made of changed: judge.seed"),
+        ("model_name_or_path=x", "answers: 4 of 2 documents kept"),
+    ],
+)
+def test_what_is_doubtful_about_a_named_model_is_said(job: Path, command: Command, change: str, said: str) -> None:
+    found = command("fork", "job.yaml", "job.yaml", *NEW, f"--pipeline.1.config.judge.{change}", "--dry-run").out
+    assert said in found
+
+
+def test_other_models_in_the_file_are_noticed(job: Path, command: Command) -> None:
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("judge:", "critic:"))
+    assert 'models: ["writer","judge"] -> ["writer","critic"]' in command("verify", "job.yaml", code=None)
+    said = command("fork", "job.yaml", "job.yaml", *NEW, "--dry-run").out
+    assert "answers: none can be used: models" in said

@@ -193,6 +193,10 @@ class ChunkedRollout(ReadyMade):
             )
         super().__post_init__()
 
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        return ("n", "tools")
+
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):

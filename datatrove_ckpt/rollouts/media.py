@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 import orjson
 import xxhash
 from datatrove.data import Document, Media
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import get_protocol
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import ConfigError
@@ -349,6 +351,14 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     if inside.startswith(("/", "..")) or "://" in path:
         raise InvalidMedia(f"lies outside of media_folder, which is {folder}")
     return filesystem, f"{root.rstrip('/')}/{inside}"
+
+
+def check_folder(folder: str | None) -> None:
+    """Raises ConfigError if it is a local folder that is not here: no document is at fault."""
+    if folder is not None and get_protocol(folder) in ("file", "local"):
+        path = LocalFileSystem._strip_protocol(folder)
+        if not os.path.isdir(path):  # noqa: PTH112 (a text)
+            raise ConfigError(f"media_folder: {path} is no folder here.")
 
 
 def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int:

@@ -14,7 +14,15 @@ from datatrove.data import Document
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
-from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_media, without_bytes
+from datatrove_ckpt.rollouts.media import (
+    MEDIA,
+    MediaSettings,
+    check_folder,
+    check_pillow,
+    parts_of,
+    with_media,
+    without_bytes,
+)
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.templates import (
@@ -106,6 +114,7 @@ class PromptRollout(OneRequest):
         super().prepare()
         if self.max_image_side is not None:
             check_pillow()  # it may be missing here
+        check_folder(self.media_folder)
 
     def _media(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
         """The parts of the message beside the text. Files that are read for them count until the end."""

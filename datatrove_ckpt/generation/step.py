@@ -112,13 +112,9 @@ class Step(PipelineStep):
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         key = self.metadata_key
         if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
-            raise ConfigError(
-                f"column: {key!r} is the step's metadata_key, which holds the results. Give another name."
-            )
+            raise ConfigError(f"column: {key!r} is the step's metadata_key, which has the results. Give another name.")
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
-            raise ConfigError(
-                f"metadata_key: {key!r} would replace the document's own in the output. Give another name."
-            )
+            raise ConfigError(f"metadata_key: {key!r} would replace the document's own. Give another name.")
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
         if local is not None:

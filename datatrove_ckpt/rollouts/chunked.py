@@ -178,6 +178,7 @@ class ChunkedRollout(ReadyMade):
     carried_parts: int = 1
 
     _token_setting: ClassVar[str] = "max_tokens_per_part"
+    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
@@ -192,10 +193,6 @@ class ChunkedRollout(ReadyMade):
                 "prompt: has no {text}, so every part would get the same prompt. Put {text} where the part belongs."
             )
         super().__post_init__()
-
-    @property
-    def _unread(self) -> tuple[str, ...]:
-        return ("n", "tools")
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
         source = prompt_source(document, self.prompt_column)

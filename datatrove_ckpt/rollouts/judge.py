@@ -5,6 +5,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -35,6 +36,8 @@ class Judged(PromptRollout):
     judge: str | None = None
     score_pattern: str | None = None
 
+    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("judge", "judge_params", "score_pattern"):
@@ -43,25 +46,15 @@ class Judged(PromptRollout):
         self._check_params("judge_params", self.judge_params)
         check_pattern("score_pattern", self.score_pattern)
 
-    @property
-    def _unread(self) -> tuple[str, ...]:
-        return ("n", "tools")
-
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
-        if not config.name:
-            self.judge = None  # there is one model
-        elif self.judge_prompt is not None:
-            self.judge = self.judge or "judge"
-            if self.judge not in config.models:
-                raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
-            if self.prompt is not None and self.judge == config.models[0] != config.models[-1]:
-                raise ConfigError(
-                    "judge: is the first model, which answers the prompt; name the writer first in config."
-                )
-        if self.judge_prompt is not None:
-            defaults = config.default_generation_params if self.judge in (None, config.name) else {}
-            self._refuse_unread("judge_params", {**defaults, **(self.judge_params or {})})
+        self.judge = (self.judge or "judge") if config.name and self.judge_prompt else None  # there is one model
+        if self.judge not in (None, *config.models):
+            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
+        if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
+            raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
+        defaults = config.default_generation_params if self.judge_prompt and self.judge in (None, config.name) else {}
+        self._refuse_unread(self._unread, "judge_params", {**defaults, **(self.judge_params or {})})
 
     def _check_shows_answer(self, what: str) -> None:
         if self.judge_prompt is not None and _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
@@ -132,10 +125,7 @@ class JudgeRollout(Judged):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
             if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
-                raise ConfigError(
-                    "judge_prompt: {answer} is the answer to prompt; set prompt. A metadata column of that name is "
-                    "{metadata[answer]}."
-                )
+                raise ConfigError("judge_prompt: {answer} is the answer to prompt; set prompt (or {metadata[answer]}).")
         else:
             self._check_shows_answer("the judge would not see the answer")
         if self.lowest is not None and self.highest is not None and self.lowest > self.highest:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import orjson
 import xxhash
 from datatrove.data import Document, Media
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt import retrying
@@ -254,6 +254,14 @@ class MediaSettings(NamedTuple):
     max_image_side: int | None
     media_folder: str | None
 
+    def check(self) -> None:
+        """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
+        if self.max_image_side is not None:
+            check_pillow()
+        folder = self.media_folder
+        if folder is not None and get_protocol(folder) in ("file", "local") and not url_to_fs(folder)[0].isdir(folder):
+            raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
+
 
 @asynccontextmanager
 async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator[list[Payload]]:
@@ -340,8 +348,6 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     Raises:
         InvalidMedia: it does.
     """
-    from fsspec.core import url_to_fs
-
     folder = str(settings.media_folder)
     filesystem, root = url_to_fs(folder)
     path = str(medium.path)
@@ -351,14 +357,6 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     if inside.startswith(("/", "..")) or "://" in path:
         raise InvalidMedia(f"lies outside of media_folder, which is {folder}")
     return filesystem, f"{root.rstrip('/')}/{inside}"
-
-
-def check_folder(folder: str | None) -> None:
-    """Raises ConfigError if it is a local folder that is not here: no document is at fault."""
-    if folder is not None and get_protocol(folder) in ("file", "local"):
-        path = LocalFileSystem._strip_protocol(folder)
-        if not os.path.isdir(path):  # noqa: PTH112 (a text)
-            raise ConfigError(f"media_folder: {path} is no folder here.")
 
 
 def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int:

@@ -14,15 +14,7 @@ from datatrove.data import Document
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
-from datatrove_ckpt.rollouts.media import (
-    MEDIA,
-    MediaSettings,
-    check_folder,
-    check_pillow,
-    parts_of,
-    with_media,
-    without_bytes,
-)
+from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_media, without_bytes
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.templates import (
@@ -112,15 +104,16 @@ class PromptRollout(OneRequest):
 
     def prepare(self) -> None:
         super().prepare()
-        if self.max_image_side is not None:
-            check_pillow()  # it may be missing here
-        check_folder(self.media_folder)
+        self._media_settings().check()
+
+    def _media_settings(self) -> MediaSettings:
+        return MediaSettings(self.images or MEDIA, self.max_image_side, self.media_folder)
 
     def _media(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
         """The parts of the message beside the text. Files that are read for them count until the end."""
         if self.images is None:
             return nullcontext([])
-        return parts_of(document, MediaSettings(self.images, self.max_image_side, self.media_folder))
+        return parts_of(document, self._media_settings())
 
     def drop_sent(self, document: Document) -> None:
         """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""

@@ -4,7 +4,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -44,6 +44,7 @@ class ReadyMade:
     uses_chat: ClassVar[bool | None] = True
     """The ``use_chat`` that the config must have; None: either."""
     _token_setting: ClassVar[str]
+    _unread: ClassVar[tuple[str, ...]] = ()  # parameters of which the rollout does not use what they give
     _set_elsewhere: ClassVar[tuple[str, ...]] = ("messages", "prompt", "model", "stream")
 
     def __post_init__(self) -> None:
@@ -72,14 +73,9 @@ class ReadyMade:
                 raise ConfigError(f"{setting}: {name!r} cannot be given here; the rollout or the server sets it.")
         check_generation_params(setting, params or {})
 
-    @property
-    def _unread(self) -> tuple[str, ...]:
-        """Parameters of which the rollout does not use what they give."""
-        return ()
-
-    def _refuse_unread(self, setting: str, params: Payload) -> None:
-        for name in self._unread:
-            if params.get(name) and params[name] != 1:
+    def _refuse_unread(self, names: Sequence[str], setting: str, params: Payload) -> None:
+        for name in names:
+            if params.get(name) not in (None, 1, []):
                 raise ConfigError(
                     f"{setting}: {type(self).__name__} reads one text of each answer, so what {name!r} gives would be "
                     "paid and lost. Leave it out, of default_generation_params as well."
@@ -122,8 +118,7 @@ class ReadyMade:
                 name, version = self.tokenizer, self.tokenizer_revision
             self.counted_by = [name, self.tokenizer_revision or version]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
-
-        self._refuse_unread("generation_params", {**config.default_generation_params, **self._params()})
+        self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
 
     def prepare(self) -> None:
         """Reads the tokenizer on the machine that processes documents: if it is missing, no document is at fault.
@@ -209,10 +204,6 @@ class OneRequest(WholeText):
         return self.json_schema is None and self.regex is None and self.choice is None
 
     @property
-    def _unread(self) -> tuple[str, ...]:
-        return () if self._is_free else ("n",)
-
-    @property
     def form(self) -> AnswerForm:
         return AnswerForm(self.json_schema, self.regex, self.choice)
 
@@ -222,6 +213,7 @@ class OneRequest(WholeText):
             canned = config.engine.is_canned
             self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
+            self._refuse_unread(("n",), "generation_params", {**config.default_generation_params, **self._params()})
 
     def prepare(self) -> None:
         super().prepare()
@@ -261,11 +253,10 @@ class OneRequest(WholeText):
             if len(payloads) == 1:
                 return [await generate(payloads[0])]
             return [*await generate_all(generate, payloads)]
-
-        def read(answer: InferenceResult) -> tuple[str, str]:
-            return self.form.read(str(answer.text))
-
-        return await self._ask_until(read, str(self.form.kind), self.show_error, generate, payloads)
+        form = self.form
+        return await self._ask_until(
+            lambda answer: form.read(str(answer.text)), str(form.kind), self.show_error, generate, payloads
+        )
 
     async def _ask_until(
         self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payloads: list[Payload]

@@ -96,7 +96,7 @@ def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways: Fa
 @pytest.mark.parametrize(
     ("column", "settings", "error"),
     [
-        ("v", {"metadata_key": "v"}, "column: 'v' is the step's metadata_key, which holds the results."),
+        ("v", {"metadata_key": "v"}, "column: 'v' is the step's metadata_key, which has the results."),
         *((None, {"metadata_key": name}, f"metadata_key: '{name}' would replace") for name in ("text", "id", "media")),
     ],
 )

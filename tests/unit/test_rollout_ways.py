@@ -364,7 +364,7 @@ def test_parameters_whose_answers_nothing_reads_are_refused(rollout: Any, params
 def test_a_media_folder_that_is_not_here_is_no_fault_of_documents(tmp_path: Path) -> None:
     PromptRollout(images="media", media_folder=str(tmp_path)).prepare()
     PromptRollout(images="media", media_folder="https://example.org/a").prepare()
-    with pytest.raises(ConfigError, match=r"^media_folder: .*missing is no folder here"):
+    with pytest.raises(ConfigError, match=r"^media_folder: .*missing is no folder on this machine"):
         PromptRollout(images="media", media_folder=f"file://{tmp_path}/missing").prepare()
 
 
@@ -402,7 +402,7 @@ def test_canned_answers_have_no_score() -> None:
         (JudgeRollout, {"judge_prompt": "{text}", "score_pattern": "("}, "score_pattern: '(' is not a regular expr"),
         (JudgeRollout, {"judge_prompt": "{text}", "lowest": 2, "highest": 1}, "lowest: is 2, more than highest, which"),
         (JudgeRollout, {"judge_prompt": "{text}", "highest": 5, "threshold": 6}, "threshold: is 6, more than highest"),
-        (JudgeRollout, {"judge_prompt": "{answer}"}, "judge_prompt: {answer} is the answer to prompt; set prompt."),
+        (JudgeRollout, {"judge_prompt": "{answer}"}, "judge_prompt: {answer} is the answer to prompt; set prompt (or"),
         (BestOfRollout, {"judge": "judge"}, "judge: there is no judge; set judge_prompt."),
     ],
 )

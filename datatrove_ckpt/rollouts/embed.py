@@ -161,8 +161,7 @@ class ClassifyRollout(_NoText):
             scores = {one: scores[one] for one in self.keep}
             label = max(scores, key=scores.__getitem__)  # the first one of several
         score = found.score if self.keep is None else scores[label]
-        if all(0 <= one <= 1 for one in found.scores.values()):
-            self._check_threshold(len(found.scores))
+        self._check_threshold(len(found.scores) if all(0 <= one <= 1 for one in found.scores.values()) else 1)
         # Servers calculate in float32: their 0.7 is 0.699999988.
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):
             return None

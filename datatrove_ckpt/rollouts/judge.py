@@ -128,10 +128,9 @@ class JudgeRollout(Judged):
                 raise ConfigError("judge_prompt: {answer} is the answer to prompt; set prompt (or {metadata[answer]}).")
         else:
             self._check_shows_answer("the judge would not see the answer")
-        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
-            raise ConfigError(f"lowest: is {self.lowest!r}, more than highest, which is {self.highest!r}.")
-        if self.threshold is not None and self.highest is not None and self.threshold > self.highest:
-            raise ConfigError(f"threshold: is {self.threshold!r}, more than highest, which is {self.highest!r}.")
+        for name, value in (("lowest", self.lowest), ("threshold", self.threshold)):
+            if value is not None and self.highest is not None and value > self.highest:
+                raise ConfigError(f"{name}: is {value!r}, more than highest, which is {self.highest!r}.")
         super().__post_init__()
 
     @property

@@ -258,8 +258,7 @@ class MediaSettings(NamedTuple):
         """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
         if self.max_image_side is not None:
             check_pillow()
-        folder = self.media_folder
-        if folder is not None and get_protocol(folder) in ("file", "local") and not url_to_fs(folder)[0].isdir(folder):
+        if (folder := self.media_folder) and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
             raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
 
 

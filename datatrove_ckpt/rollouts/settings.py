@@ -253,10 +253,10 @@ class OneRequest(WholeText):
             if len(payloads) == 1:
                 return [await generate(payloads[0])]
             return [*await generate_all(generate, payloads)]
-        form = self.form
-        return await self._ask_until(
-            lambda answer: form.read(str(answer.text)), str(form.kind), self.show_error, generate, payloads
-        )
+        return await self._ask_until(self._read, str(self.form.kind), self.show_error, generate, payloads)
+
+    def _read(self, answer: InferenceResult) -> tuple[str, str]:
+        return self.form.read(str(answer.text))
 
     async def _ask_until(
         self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payloads: list[Payload]

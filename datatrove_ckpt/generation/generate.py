@@ -36,7 +36,15 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.ways import Asked, Ways
-from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, JsonObject, Way, way_to
+from datatrove_ckpt.inference.client.answers import (
+    CHAT,
+    COMPLETIONS,
+    Completion,
+    JsonObject,
+    Way,
+    of_several,
+    way_to,
+)
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
@@ -218,7 +226,8 @@ class Requests(Ways):
         try:
             result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
             if result is None:
-                result = await self._send(key, body, payload, way)
+                several = generates and "n" in payload and isinstance(payload["n"], int) and payload["n"] > 1
+                result = await self._send(key, body, payload, of_several(way, payload["n"]) if several else way)
             else:
                 self._rank.observer.own.cached += 1
             if config.accept_null_finish_reason and generates and result.finish_reason:

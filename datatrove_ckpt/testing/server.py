@@ -48,6 +48,8 @@ class FakeServer:
         """What each answer's message has beside its content, such as tool calls."""
         self.logprobs: Payload | None = None
         """``logprobs`` of each choice."""
+        self.most_choices = 128
+        """Of the ``n`` that a payload asks for."""
         self.paths: dict[str, Callable[[Payload], Payload]] = {}
         """What answers the payloads of other paths, such as /v1/embeddings. One that is not here is not found."""
         self._answer = answer or _answer_to
@@ -123,7 +125,7 @@ class FakeServer:
         message = {"role": "assistant", "content": text, **self.message}
         choice |= {"message": message} if "messages" in payload else {"text": text}
         choice |= {"logprobs": self.logprobs} if self.logprobs else {}
-        choices = [{**choice, "index": index} for index in range(payload.get("n", 1))]
+        choices = [{**choice, "index": index} for index in range(min(payload.get("n", 1), self.most_choices))]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")

@@ -324,18 +324,18 @@ def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers
             both.set()
             await asyncio.Event().wait()  # until the other one stops the rank: a request in flight would be cut off
         await asyncio.to_thread(both.wait)
-        return np.zeros((2, 2))  # the journal could keep it, but it is no JSON
+        return 1 + 2j  # the journal could keep it, but it is no JSON
 
     with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*JsonlWriter"):
         runner(tmp_path, server, rollout).run(documents(2))
     assert not (tmp_path / "output" / "00000_chunk_00000.jsonl").exists()
 
     def adapter(self: Any, document: Document) -> dict[str, Any]:
-        return {"id": document.id, "shape": document.metadata["rollout_results"][0].shape}
+        return {"id": document.id, "imaginary": document.metadata["rollout_results"][0].imag}
 
     fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter), accept_changes=True)
     fixed.run(documents(2))
-    assert rows(tmp_path) == [{"id": "id 0", "shape": [2, 2]}, {"id": "id 1", "shape": [2, 2]}]
+    assert rows(tmp_path) == [{"id": "id 0", "imaginary": 2.0}, {"id": "id 1", "imaginary": 2.0}]
     assert set(server.asked.values()) == {1}
 
 

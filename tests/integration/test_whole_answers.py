@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, of_several, way_to
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner
 
@@ -157,3 +159,67 @@ def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_pat
     assert found["id 1"]["text"]
     assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
     assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5
+
+
+def _with_choices(*choices: dict[str, Any]) -> bytes:
+    return orjson.dumps({"choices": [{"message": {"content": "a"}, "finish_reason": "stop", **one} for one in choices]})
+
+
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [
+        ([{"index": 1}, {"index": 0}], None),
+        ([{"index": 0}, {"index": 0}], "indices"),
+        ([{"index": 0}, {"index": 2}], "indices"),
+        ([{"index": 0}, {}], "no index"),
+        ([{"index": 0}, {"index": "1"}], "no index"),
+        ([{"index": 0}, {"index": 1}, {"index": 2}], "3 of 2 choices"),
+        ([{"index": 0}, {"index": 1, "finish_reason": "abort"}], "abort"),
+        ([{"index": 0}, {"index": 1, "error": "overloaded"}], "overloaded"),
+    ],
+)
+def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, Any]], error: str | None) -> None:
+    parse = of_several(CHAT, 2).parse
+    if error is None:
+        assert len(parse(_with_choices(*choices)).choices) == 2
+    else:
+        with pytest.raises(RetryableError, match=error):
+            parse(_with_choices(*choices))
+
+
+def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
+    found = of_several(CHAT, 2).parse(_with_choices({"index": 0}, {"index": 1, "finish_reason": None}))
+    assert found.finish_reason is None
+
+
+def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate({"messages": [{"role": "user", "content": document.text}], "n": 3})
+
+    server.most_choices = 1
+    with pytest.raises(ServerRefused, match="the server ignores n"):
+        runner(tmp_path, server, ask).run(documents(1))
+
+
+def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:
+    logprobs = {"tokens": ["a"], "top_logprobs": [{"a": -0.5, "b": -1.0}, None]}
+    body = orjson.dumps({"choices": [{"text": "a", "finish_reason": "stop", "logprobs": logprobs}]})
+    found = COMPLETIONS.parse(body, str).logprobs
+    assert found is not None
+    assert found["top_logprobs"] == [[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.0}], None]
+
+
+@pytest.mark.parametrize("status", ["failed", "queued", "in_progress", "cancelled", "completed", "incomplete"])
+def test_a_response_that_failed_is_no_answer(status: str) -> None:
+    body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
+    parse = way_to("/v1/responses").parse
+    if status in ("completed", "incomplete"):
+        assert parse(body, str).answer == {"object": "response", "status": status, "error": None, "output": []}
+    else:
+        with pytest.raises(RetryableError, match=status):
+            parse(body, str)
+
+
+def test_a_slash_at_the_end_is_the_same_path() -> None:
+    assert way_to("/v1/chat/completions/") is CHAT
+    assert way_to("/v1/embeddings/").path == way_to("/v1/embeddings").path

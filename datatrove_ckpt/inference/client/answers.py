@@ -8,14 +8,15 @@ never meet a count that is a string, 2^64 or NaN, or a text that no encoding can
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import orjson
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.errors import ServerRefused
 
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
@@ -33,6 +34,7 @@ _SHOWN_BYTES = 200  # of an answer that is no JSON
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
 JsonObject = dict[str, Any]
 Redact: TypeAlias = Callable[[str], str]
+_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")  # of /v1/responses
 _DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
 
 
@@ -138,7 +140,7 @@ def way_to(path: str) -> Way:
     """
     if not path.startswith("/"):
         raise ValueError(f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize")
-    below = path.removeprefix("/v1/")
+    below = path.removeprefix("/v1/").rstrip("/")
     return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
 
 
@@ -174,6 +176,8 @@ def parse_other(raw: bytes, redact: Redact = str) -> Completion:
         RetryableError: it is no JSON object, or says that it is an error.
     """
     answer = _answer(raw, redact)
+    if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
+        raise RetryableError(f"the answer's status is {answer['status']!r}")
     return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
 
 
@@ -199,7 +203,32 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object]:
 def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     if "text" not in choice:
         raise RetryableError("the answer's choice has no text")
+    logprobs = choice.get("logprobs")
+    if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
+        # As those of a chat are. With a key for each token, a table would have a column for each token.
+        choice["logprobs"] = {**logprobs, "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]]}
     return choice["text"] or "", "", None
+
+
+def _listed(top: object) -> object:
+    return [{"token": token, "logprob": value} for token, value in top.items()] if isinstance(top, dict) else top
+
+
+def of_several(way: Way, number: int) -> Way:
+    """The same for a payload that asks for so many choices (``n``): an answer with others is no answer."""
+
+    def parse(raw: bytes, redact: Redact = str) -> Completion:
+        completion = way.parse(raw, redact)
+        found = len(completion.choices) or 1
+        if found == 1:
+            raise ServerRefused(
+                f"The payload asks for n={number} choices, and the answer has one: the server ignores n."
+            )
+        if found != number:
+            raise RetryableError(f"the answer has {found} of {number} choices")
+        return completion
+
+    return way._replace(parse=parse)
 
 
 def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
@@ -210,10 +239,16 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
     if len(choices) == 1:
         completion = _choice(choices[0], usage, read, redact)
     else:
-        in_order = sorted((one for one in choices if isinstance(one, dict)), key=_index)
+        if not all(isinstance(one, dict) and type(one.get("index")) is int for one in choices):
+            raise RetryableError("one of the answer's choices is none, or has no index")
+        in_order = sorted(choices, key=itemgetter("index"))
+        if [one["index"] for one in in_order] != [*range(len(choices))]:
+            raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
         all_read = [_choice(choice, usage, read, redact) for choice in in_order]
         completion, names = all_read[0], ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
         completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
+        if not all(each.finish_reason for each in all_read):
+            completion.finish_reason = None
     _name(completion, answer)
     return completion
 
@@ -315,11 +350,6 @@ def read_json(raw: bytes, redact: Redact) -> object:
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
         _refuse_error("the answer", answer.get("error") or answer.get("message") or "error", redact)
     return answer
-
-
-def _index(choice: JsonObject) -> float:
-    index = choice.get("index")
-    return index if isinstance(index, int) else math.inf
 
 
 def _refuse_error(place: str, error: object, redact: Redact) -> NoReturn:

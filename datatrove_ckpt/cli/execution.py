@@ -43,7 +43,7 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
-_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests)=(true|\d+)")
+_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
 _TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
 
 

@@ -38,6 +38,7 @@ from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.step import OnDocumentError
 from datatrove_ckpt.generation.user_code import NotAwaitable
 from datatrove_ckpt.readers.positions import position_state
+from datatrove_ckpt.rollouts import InvalidAnswer
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Failures:
         document, name = source.document, _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
-            _stop(name, cause, error, document, self.how_to_accept, self.if_corrected)
+            _stop(name, cause, error, document, self)
         self.dead += 1
         if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
@@ -150,20 +151,27 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
 
 
 def correction(rollout_fn: object, how_to_accept: str) -> str:
-    """What a user must know who corrects this rollout in the middle of a run."""
+    """What a user must know who corrects this rollout in the middle of a run; of one that is ready-made, nothing."""
+    if type(rollout_fn).__module__ == InvalidAnswer.__module__:
+        return ""
     return (
         f"If you change the code of the rollout {name_of(rollout_fn)} for that, {how_to_accept}: what is done and paid "
         "is kept, and the new code works on the documents that are not done."
     )
 
 
-def _stop(name: str, cause: str, error: BaseException, document: Document, how: str, if_corrected: str) -> NoReturn:
+def _stop(name: str, cause: str, error: BaseException, document: Document, rule: Failures) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
-    message = (
-        f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {_way_out(error, how)}"
-        f"Fix the cause and run the same command again. {if_corrected}"
-    ).rstrip()
+    way = f"{_way_out(error, rule.how_to_accept)}Fix the cause and run the same command again. {rule.if_corrected}"
+    if rule.kept and not rule.if_corrected and any(isinstance(one, InvalidAnswer) for one in causes(error)):
+        how = rule.how_to_accept.replace("accept_changes=True", 'on_document_error="dead_letter"')
+        way = (
+            "These answers are saved, too, so the same command fails again. To go on without such documents, as dead "
+            f"letters, {how.replace('accept_changes=true', 'on_document_error=dead_letter')}. A new run drops them "
+            "with invalid_answer: drop."
+        )
+    message = f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}".rstrip()
     if isinstance(error, InferenceError):
         raise DocumentFailed(message, document, error.error, error.payload) from error
     raise DocumentFailed(message, document, error) from error

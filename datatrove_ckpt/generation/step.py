@@ -34,7 +34,8 @@ from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
-from datatrove_ckpt.rollouts import Rollout, for_config
+from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
+from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.steps import StepRecord
@@ -109,6 +110,11 @@ class Step(PipelineStep):
         if self.on_document_error not in get_args(OnDocumentError):
             raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
         self.rollout_fn = for_config(self.rollout_fn, self.model)
+        key = self.metadata_key
+        if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
+            raise ConfigError(f"column: {key!r} is the step's metadata_key, which has the results. Give another name.")
+        if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
+            raise ConfigError(f"metadata_key: {key!r} would replace the document's own. Give another name.")
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
         if local is not None:

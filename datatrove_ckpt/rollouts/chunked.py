@@ -178,6 +178,7 @@ class ChunkedRollout(ReadyMade):
     carried_parts: int = 1
 
     _token_setting: ClassVar[str] = "max_tokens_per_part"
+    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)

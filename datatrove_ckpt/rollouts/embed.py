@@ -11,7 +11,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.interface import Generate, Payload
+from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
 from datatrove_ckpt.rollouts.prompt import filled_text
 from datatrove_ckpt.rollouts.settings import WholeText
 from datatrove_ckpt.rollouts.templates import check_template
@@ -27,6 +27,7 @@ class _NoText(WholeText):
 
     uses_chat: ClassVar[bool | None] = None
     _way: ClassVar[str]
+    _set_elsewhere: ClassVar[tuple[str, ...]] = (*WholeText._set_elsewhere, "input", "encoding_format")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
@@ -74,6 +75,8 @@ class EmbedRollout(_NoText):
         super().__post_init__()
         if self.dimensions is not None and self.dimensions < 1:
             raise ConfigError(f"dimensions: must be >= 1; it is {self.dimensions!r}.")
+        if self.column in FIELDS:
+            raise ConfigError(f"column: {self.column!r} is the document's own, which would be lost. Give another name.")
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
@@ -135,6 +138,7 @@ class ClassifyRollout(_NoText):
                 raise ConfigError(f"{name}: {given!r} is not a list of different labels.")
         if self.labels is not None:
             self._check_kept(self.labels)
+            self._check_threshold(len(self.labels))
 
     def _check_kept(self, labels: Collection[str]) -> None:
         if unknown := [one for one in self.keep or () if one not in labels]:
@@ -142,6 +146,11 @@ class ClassifyRollout(_NoText):
                 f"keep: the model has no {', '.join(unknown)}; its labels: {', '.join(labels)}."
                 f"{' Servers name the best one only: set labels.' * (self.labels is None)}"
             )
+
+    def _check_threshold(self, classes: int) -> None:
+        # The number of a model with one class may be any, as those of several may be with such params.
+        if self.threshold is not None and classes > 1 and not (0 <= self.threshold <= 1 or self.params):
+            raise ConfigError(f"threshold: is {self.threshold!r}, and scores are from 0 to 1.")
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         text = await filled_text(self, self.prompt, document)
@@ -152,6 +161,8 @@ class ClassifyRollout(_NoText):
             scores = {one: scores[one] for one in self.keep}
             label = max(scores, key=scores.__getitem__)  # the first one of several
         score = found.score if self.keep is None else scores[label]
-        if self.threshold is not None and score < self.threshold:
+        self._check_threshold(len(found.scores) if all(0 <= one <= 1 for one in found.scores.values()) else 1)
+        # Servers calculate in float32: their 0.7 is 0.699999988.
+        if self.threshold is not None and np.float32(score) < np.float32(self.threshold):
             return None
         return {"label": label, "score": score, "scores": scores}

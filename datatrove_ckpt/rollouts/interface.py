@@ -13,6 +13,8 @@ import numpy.typing as npt
 Payload: TypeAlias = dict[str, Any]
 """The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
 JsonObject: TypeAlias = dict[str, Any]
+FIELDS = ("text", "id", "media")
+"""Of a document, beside its metadata."""
 
 if TYPE_CHECKING:  # datatrove has no types
 

@@ -5,6 +5,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -19,7 +20,10 @@ from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "generation_config", "json_schema", "regex", "choice")
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_ANSWER = ("", "key", "answer")
+# Whatever belongs to the first number, so that no part of "3,5" or "1e-3" is taken for the whole.
+_FIRST = re.compile(r"[-+−]?(?:(?<![\w.])\.)?\d+(?:[.,'_]\d+)*(?:[eE][-+−]?\d+)?")  # noqa: RUF001 (a minus)
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)")
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Judged(PromptRollout):
     judge: str | None = None
     score_pattern: str | None = None
 
+    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("judge", "judge_params", "score_pattern"):
@@ -42,13 +48,16 @@ class Judged(PromptRollout):
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
-        if not config.name:
-            self.judge = None  # there is one model
-        elif self.judge not in (None, *config.models):
+        self.judge = (self.judge or "judge") if config.name and self.judge_prompt else None  # there is one model
+        if self.judge not in (None, *config.models):
             raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
+        if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
+            raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
+        defaults = config.default_generation_params if self.judge_prompt and self.judge in (None, config.name) else {}
+        self._refuse_unread(self._unread, "judge_params", {**defaults, **(self.judge_params or {})})
 
     def _check_shows_answer(self, what: str) -> None:
-        if self.judge_prompt is not None and ("", "metadata", "answer") not in parse(self.judge_prompt, "judge_prompt"):
+        if self.judge_prompt is not None and _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
             raise ConfigError(f"judge_prompt: has no {{answer}}, so {what}.")
 
     def _judge(self, generate: Generate) -> Generate:
@@ -70,8 +79,9 @@ class Judged(PromptRollout):
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
-        found = _NUMBER.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
-        return float(found[0]) if found else None
+        found = _FIRST.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
+        number = found[0].replace("−", "-") if found else ""  # noqa: RUF001
+        return float(number) if _NUMBER.fullmatch(number) else None
 
 
 @dataclass
@@ -114,10 +124,13 @@ class JudgeRollout(Judged):
             for name in _OF_THE_ANSWER:
                 if getattr(self, name):
                     raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
+            if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
+                raise ConfigError("judge_prompt: {answer} is the answer to prompt; set prompt (or {metadata[answer]}).")
         else:
             self._check_shows_answer("the judge would not see the answer")
-        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
-            raise ConfigError(f"lowest: is {self.lowest!r}, more than highest, which is {self.highest!r}.")
+        for name, value in (("lowest", self.lowest), ("threshold", self.threshold)):
+            if value is not None and self.highest is not None and value > self.highest:
+                raise ConfigError(f"{name}: is {value!r}, more than highest, which is {self.highest!r}.")
         super().__post_init__()
 
     @property
@@ -158,8 +171,11 @@ class JudgeRollout(Judged):
             return result
         return {**result, "usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
 
-    def _read_score(self, said: str) -> tuple[str, str]:
+    def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
         """The judge's answer, and what is wrong with it."""
+        said = str(answer.text)
+        if answer.finish_reason == "length":
+            return said, "it is cut off; the judge needs more max_tokens"
         score = self._score(said)
         if score is None:
             return said, f"it has no number{' where score_pattern looks for it' * (self.score_pattern is not None)}"

@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 import orjson
 import xxhash
 from datatrove.data import Document, Media
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import ConfigError
@@ -242,6 +244,13 @@ class MediaSettings(NamedTuple):
     max_image_side: int | None
     media_folder: str | None
 
+    def check(self) -> None:
+        """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
+        if self.max_image_side is not None:
+            check_pillow()
+        if (folder := self.media_folder) and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
+            raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
+
 
 @asynccontextmanager
 async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator[list[Payload]]:
@@ -324,8 +333,6 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     Raises:
         InvalidMedia: it does.
     """
-    from fsspec.core import url_to_fs
-
     folder = str(settings.media_folder)
     filesystem, root = url_to_fs(folder)
     path = str(medium.path)

@@ -104,14 +104,16 @@ class PromptRollout(OneRequest):
 
     def prepare(self) -> None:
         super().prepare()
-        if self.max_image_side is not None:
-            check_pillow()  # it may be missing here
+        self._media_settings().check()
+
+    def _media_settings(self) -> MediaSettings:
+        return MediaSettings(self.images or MEDIA, self.max_image_side, self.media_folder)
 
     def _media(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
         """The parts of the message beside the text. Files that are read for them count until the end."""
         if self.images is None:
             return nullcontext([])
-        return parts_of(document, MediaSettings(self.images, self.max_image_side, self.media_folder))
+        return parts_of(document, self._media_settings())
 
     def drop_sent(self, document: Document) -> None:
         """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""

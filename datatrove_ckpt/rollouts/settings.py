@@ -4,7 +4,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -20,8 +20,7 @@ from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter, load
 
 _CHAT_TEMPLATE_TOKENS = 64
 _SPECIAL_TOKENS = 8  # that a tokenizer puts around a text, such as [CLS]
-ReadAnswer: TypeAlias = Callable[[str], tuple[str, str]]
-_SET_ELSEWHERE = ("messages", "prompt", "model", "stream")
+ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 
 
 @dataclass(kw_only=True)
@@ -45,6 +44,8 @@ class ReadyMade:
     uses_chat: ClassVar[bool | None] = True
     """The ``use_chat`` that the config must have; None: either."""
     _token_setting: ClassVar[str]
+    _unread: ClassVar[tuple[str, ...]] = ()  # parameters of which the rollout does not use what they give
+    _set_elsewhere: ClassVar[tuple[str, ...]] = ("messages", "prompt", "model", "stream")
 
     def __post_init__(self) -> None:
         self._check_params("generation_params", self._own_params())
@@ -67,10 +68,18 @@ class ReadyMade:
         return params
 
     def _check_params(self, setting: str, params: Payload | None) -> None:
-        for name in _SET_ELSEWHERE:
+        for name in self._set_elsewhere:
             if name in (params or {}):
                 raise ConfigError(f"{setting}: {name!r} cannot be given here; the rollout or the server sets it.")
         check_generation_params(setting, params or {})
+
+    def _refuse_unread(self, names: Sequence[str], setting: str, params: Payload) -> None:
+        for name in names:
+            if params.get(name) not in (None, 1, []):
+                raise ConfigError(
+                    f"{setting}: {type(self).__name__} reads one text of each answer, so what {name!r} gives would be "
+                    "paid and lost. Leave it out, of default_generation_params as well."
+                )
 
     def _counts_tokens(self) -> bool:
         return getattr(self, self._token_setting) is not None
@@ -109,6 +118,7 @@ class ReadyMade:
                 name, version = self.tokenizer, self.tokenizer_revision
             self.counted_by = [name, self.tokenizer_revision or version]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
+        self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
 
     def prepare(self) -> None:
         """Reads the tokenizer on the machine that processes documents: if it is missing, no document is at fault.
@@ -203,6 +213,7 @@ class OneRequest(WholeText):
             canned = config.engine.is_canned
             self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
+            self._refuse_unread(("n",), "generation_params", {**config.default_generation_params, **self._params()})
 
     def prepare(self) -> None:
         super().prepare()
@@ -242,7 +253,10 @@ class OneRequest(WholeText):
             if len(payloads) == 1:
                 return [await generate(payloads[0])]
             return [*await generate_all(generate, payloads)]
-        return await self._ask_until(self.form.read, str(self.form.kind), self.show_error, generate, payloads)
+        return await self._ask_until(self._read, str(self.form.kind), self.show_error, generate, payloads)
+
+    def _read(self, answer: InferenceResult) -> tuple[str, str]:
+        return self.form.read(str(answer.text))
 
     async def _ask_until(
         self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payloads: list[Payload]
@@ -260,7 +274,7 @@ class OneRequest(WholeText):
         for _ in range(self.answer_attempts):
             results = await generate_all(generate, list(waiting.values()))
             for index, result in zip(list(waiting), results, strict=True):
-                text, problem = read(str(result.text))
+                text, problem = read(result)
                 if problem:
                     problems[index] = f"{problem} (finish_reason {result.finish_reason})"
                     if shows and result.finish_reason != "length":

@@ -88,7 +88,7 @@ BARE = ("{text}", _DOCUMENT)
 
 @lru_cache(maxsize=64)
 def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str], ...]:
-    """(literal, name, metadata key) for each part of a template. A literal has no name.
+    """(literal, name, metadata key) for each part of a template. A literal has no name; that of ``{KEY}`` is "key".
 
     ``str.format`` is not used: ``{text.__class__}`` would reach Python's objects.
 
@@ -115,7 +115,8 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
         if match is None or spec or conversion:
             written = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
             raise ConfigError(f"{setting}: {{{written}}} cannot be filled in; {_ALLOWED}.")
-        parts.append(("", field, "") if field in _OWN else ("", "metadata", match[1] or match[2]))
+        name, key = ("metadata", match[1]) if match[1] else ("key", field)
+        parts.append(("", field, "") if field in _OWN else ("", name, key))
     return tuple(parts)
 
 
@@ -136,7 +137,7 @@ def fixed_length(template: str) -> int:
 
 
 def fill(template: str, document: Document, text: str, **others: str) -> str:
-    """The template with the document's values, ``text`` for its text, and ``others`` before the metadata of that name.
+    """The template with the document's values, ``text`` for its text, and ``others`` before the metadata for ``{KEY}``.
 
     Raises:
         ConfigError: the document lacks one of the values.
@@ -160,7 +161,7 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
         return text
     if name == "id":
         return str(document.id)
-    if key in others:
+    if name == "key" and key in others:
         return others[key]
     if key not in document.metadata:
         raise lacks(document, "prompt", key)

@@ -31,7 +31,7 @@ ROLLOUTS = [
     (EmbedRollout(normalize=True), 1),
     (EmbedRollout("query: {text}", column="vector"), 1),
     (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
-    (JudgeRollout(judge_prompt="Rate {text}"), 1),
+    (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
     (BestOfRollout(candidates=2, judge_prompt="Rate {answer}"), 4),
 ]
@@ -91,6 +91,22 @@ def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways: Fa
     column = pq.read_table(tmp_path / "output")["vector"]
     assert str(column.type) == f"fixed_size_list<element: float>[{DIMENSIONS}]"
     assert np.stack(column.to_pylist()) == pytest.approx(np.array([vector_of(f"text {n}") for n in range(3)]))
+
+
+@pytest.mark.parametrize(
+    ("column", "settings", "error"),
+    [
+        ("v", {"metadata_key": "v"}, "column: 'v' is the step's metadata_key, which has the results."),
+        *((None, {"metadata_key": name}, f"metadata_key: '{name}' would replace") for name in ("text", "id", "media")),
+    ],
+)
+def test_a_column_that_would_be_lost_is_refused(
+    ways: FakeServer, tmp_path: Path, column: str | None, settings: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        runner(tmp_path, ways, EmbedRollout(column=column), output_writer=parquet(tmp_path), **settings)
+    assert str(refused.value).startswith(error)
+    runner(tmp_path, ways, EmbedRollout(), metadata_key="text")
 
 
 def test_a_text_that_the_server_rejects_is_its_documents_fault(ways: FakeServer, tmp_path: Path) -> None:
@@ -155,7 +171,7 @@ def test_configs_embed_yaml_runs_as_it_is(ways: FakeServer, here: Path, command:
 def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, command: Command) -> None:
     write_documents(here)
     server._answer = lambda payload, times: f"Summary of {payload['messages'][-1]['content'][-9:]}"
-    scores = iter(["Score: 3", "Fine. Score: 9", "Score: 4"])
+    scores = iter(["Score: 3", "Fine. Score: 9", "**Score:** 4"])
 
     def judged(payload: dict[str, Any], times: int) -> str:
         again = len(payload["messages"]) > 1

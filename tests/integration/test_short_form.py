@@ -587,7 +587,6 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
         return 400 if payload["messages"][-1]["content"] == "Say text 1" else None
 
     skip = "--skip-bad-requests true" if short else "--pipeline.1.skip_bad_requests=true"
-    accept = "--accept-changes true" if short else "--pipeline.1.accept_changes=true"
     tasks = "--tasks 2" if short else "--executor.tasks=2"
     with FakeServer(status=refuse) as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "tasks": 3}))
@@ -598,7 +597,7 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
         said = capfd.readouterr().err
         assert f"as a dead letter, add {skip} to the command. " in said
         command = "datatrove-ckpt run job.yaml"
-        assert f"The whole command: {command} {accept}\nor: {command} {skip}\n" in said
+        assert f"The whole command: {command} {skip}\n" in said
         assert main(["reshard", "job.yaml", "--tasks", "2"]) == 0
         capfd.readouterr()
         assert main(["run", "job.yaml"]) == 1
@@ -606,3 +605,23 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
         assert f"Go on with 2 tasks ({command} {tasks}), or choose another" in said
         assert said.index(f"{command} {tasks}") < said.index("datatrove-ckpt reshard job.yaml --tasks 3")
         assert main(["run", "job.yaml", *tasks.split(), *skip.split()]) == 0
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(
+    short: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    leave = "--on-document-error dead_letter" if short else "--pipeline.1.on_document_error=dead_letter"
+    with FakeServer(lambda payload, times: "no" if "text 1" in str(payload) else "a") as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "choice": ["a"], "engine": "none"}))
+        if not short:
+            main(["run", "job.yaml", "--print-config"])
+            Path("job.yaml").write_text(capfd.readouterr().out)
+        assert main(["run", "job.yaml"]) == 1
+        said, asked = capfd.readouterr().err, len(server.payloads)
+        assert "so the same command fails again" in said
+        assert "If you change the code" not in said
+        assert f"The whole command: datatrove-ckpt run job.yaml {leave}\n" in said
+        assert main(["run", "job.yaml"]) == 1
+        assert main(["run", "job.yaml", *leave.split()]) == 0
+        assert len(server.payloads) == asked

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,18 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
     BestOfRollout,
+    ChunkedRollout,
     ClassifyRollout,
     EmbedRollout,
     InvalidAnswer,
     JudgeRollout,
+    PromptRollout,
     for_config,
 )
+from tests.pages import ROOT
 from tests.unit.test_rollouts import document
 
+FROM_CONFIGS = {"score_pattern": re.search("score_pattern: '(.*)'", (ROOT / "configs/judge.yaml").read_text())[1]}  # type: ignore[index]
 SCORES = {"news": 0.2, "fiction": 0.7, "other": 0.1}
 
 
@@ -36,6 +42,8 @@ class Classified:
 
 class Model:
     """Gives one vector, one label, and these texts in turn; remembers what it was asked."""
+
+    score = 0.7
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
@@ -51,7 +59,7 @@ class Model:
 
     async def classify(self, text: str, labels: list[str] | None = None, **params: Any) -> Classified:
         self.asked.append((text, params))
-        return Classified("fiction", 0.7, dict(zip(labels or "012", SCORES.values(), strict=True)))
+        return Classified("fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True)))
 
 
 class Writer(Model):
@@ -155,12 +163,31 @@ def test_what_the_first_document_shows_to_be_wrong_stops_the_run(
         ({"keep": ["other"], "threshold": 0.1}, {"label": "other", "score": 0.1, "scores": {"other": 0.1}}),
         ({"keep": ["other"], "threshold": 0.11}, None),
         ({"threshold": 0.71}, None),
+        ({"threshold": 0.7}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
     ],
 )
 def test_the_best_of_the_labels_is_the_result_or_the_document_is_dropped(
     settings: dict[str, Any], found: dict[str, Any] | None
 ) -> None:
     assert result(ClassifyRollout(**{"labels": list(SCORES), **settings}), Model()) == found
+
+
+@pytest.mark.parametrize("score", [0.7, 0.699999988079071])
+def test_a_score_that_is_equal_to_the_threshold_is_kept(score: float) -> None:
+    model = Model()
+    model.score = score
+    assert result(ClassifyRollout(threshold=0.7), model)["score"] == score
+
+
+def test_a_threshold_beyond_all_scores_is_refused_unless_the_model_gives_one_number() -> None:
+    with pytest.raises(ConfigError, match=r"^threshold: is 3, and scores are from 0 to 1"):
+        result(ClassifyRollout(threshold=3), Model())
+
+    class Grade(Model):
+        async def classify(self, text: str, labels: list[str] | None = None, **params: Any) -> Classified:
+            return Classified("0", 3.5, {"0": 3.5})
+
+    assert result(ClassifyRollout(threshold=3), Grade())["score"] == 3.5
 
 
 def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> None:
@@ -230,6 +257,13 @@ def test_an_engine_that_classifies_nothing_is_refused() -> None:
         ({"score_pattern": r"\d/5"}, "5 reasons: 4/5", 4),
         ({"threshold": 3}, "3", 3),
         ({"threshold": 3}, "2.9", None),
+        ({}, "It is .5", 0.5),
+        ({}, "Well...5 of 9.", 5),
+        ({}, "\u22121.", -1),
+        ({}, "4, or 5", 4),
+        (FROM_CONFIGS, "**Score:** 4", 4),
+        (FROM_CONFIGS, "Score: **4.5**.", 4.5),
+        (FROM_CONFIGS, "Score: 4/5", 4),
     ],
 )
 def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
@@ -246,12 +280,17 @@ def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
         ({"score_pattern": "score: (.*)"}, "5", "it has no number where score_pattern looks for it"),
         ({"lowest": 0, "highest": 5}, "7", "its score is 7, and must be at least 0 and at most 5"),
         ({"lowest": 0}, "-1", "its score is -1, and must be at least 0"),
+        *(({}, said, "it has no number") for said in ("1e-3", "3,5", "3.5.1", "1,000")),
+        (FROM_CONFIGS, "Score: 3,5", "it has no number where score_pattern looks for it"),
     ],
 )
 def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
     settings: dict[str, Any], said: str, problem: str
 ) -> None:
-    model, rollout = Model(said, "score: 5"), JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings)
+    model, rollout = (
+        Model(said, "Score: 5, score: 5"),
+        JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings),
+    )
     assert result(only(rollout), model)["score"] == 5
     assert model.asked[1]["messages"][2]["content"].startswith(f"That answer is not valid: {problem}. Answer again")
     with pytest.raises(InvalidAnswer) as failed:
@@ -261,6 +300,72 @@ def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
     )
     rollout.invalid_answer = "drop"
     assert result(only(rollout), Model(said, said)) is None
+
+
+def test_a_judgement_that_is_cut_off_is_no_score() -> None:
+    class CutOff(Model):
+        async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+            answer = await super().__call__(payload)
+            return InferenceResult(answer.text, "length" if self.texts else "stop", answer.usage)
+
+    model = CutOff("3 reasons", "4")
+    assert result(only(JudgeRollout(judge_prompt="Rate {text}")), model)["score"] == 4
+    assert model.asked[0] == model.asked[1]
+
+
+def test_a_column_called_answer_is_not_the_answer_of_the_model() -> None:
+    given, prompt = document(answer="42"), "{metadata[answer]}, not {answer}?"
+    model = Model("41", "1")
+    result(only(JudgeRollout("Q {answer}", judge_prompt=prompt)), model, given)
+    assert [one["messages"][0]["content"] for one in model.asked] == ["Q 42", "42, not 41?"]
+    model = Model("40", "41", "1", "2")
+    result(only(BestOfRollout(candidates=2, judge_prompt=prompt)), model, given)
+    assert model.asked[-1]["messages"][0]["content"] == "42, not 41?"
+    with pytest.raises(ConfigError, match=r"has no {answer}, so the judge"):
+        JudgeRollout("{text}", judge_prompt="{metadata[answer]}")
+    JudgeRollout(judge_prompt="{metadata[answer]}")
+
+
+def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
+    for kind in (JudgeRollout, BestOfRollout):
+        rollout = kind("{text}", judge_prompt="Rate {answer}")
+        models = {"writer": config(), "judge": config()}
+        fitted: Any = for_config(rollout, models_of(models)["writer"])
+        assert fitted.judge == "judge"
+        with pytest.raises(ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"):
+            for_config(rollout, models_of(dict(reversed(models.items())))["judge"])
+    for_config(JudgeRollout(judge_prompt="{text}"), models_of(dict(reversed(models.items())))["judge"])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "params", "refused"),
+    [
+        (BestOfRollout(generation_params={"n": 2}), {}, "generation_params: BestOfRollout reads one text of each"),
+        (BestOfRollout(judge_prompt="{answer}", judge_params={"n": 2}), {}, "judge_params: BestOfRollout"),
+        (JudgeRollout(judge_prompt="{text}", judge_params={"tools": [{}]}), {}, "judge_params: JudgeRollout"),
+        (JudgeRollout(judge_prompt="{text}"), {"n": 2}, "generation_params: JudgeRollout"),
+        (ChunkedRollout(), {"tools": [{}]}, "generation_params: ChunkedRollout"),
+        (ChunkedRollout(generation_params={"n": 1, "tools": []}), {"n": 2, "tools": [{}]}, None),
+        (PromptRollout(choice=["a"]), {"n": 2}, "generation_params: PromptRollout"),
+        (PromptRollout(choice=["a"]), {"tools": [{}]}, None),
+        (PromptRollout(), {"n": 2, "tools": [{}]}, None),
+    ],
+)  # fmt: skip
+def test_parameters_whose_answers_nothing_reads_are_refused(rollout: Any, params: Any, refused: str | None) -> None:
+    changed = config(default_generation_params=params)
+    if refused is None:
+        for_config(rollout, changed)
+        return
+    with pytest.raises(ConfigError) as failed:
+        for_config(rollout, changed)
+    assert str(failed.value).startswith(refused)
+
+
+def test_a_media_folder_that_is_not_here_is_no_fault_of_documents(tmp_path: Path) -> None:
+    PromptRollout(images="media", media_folder=str(tmp_path)).prepare()
+    PromptRollout(images="media", media_folder="https://example.org/a").prepare()
+    with pytest.raises(ConfigError, match=r"^media_folder: .*missing is no folder on this machine"):
+        PromptRollout(images="media", media_folder=f"file://{tmp_path}/missing").prepare()
 
 
 def test_canned_answers_have_no_score() -> None:
@@ -276,7 +381,16 @@ def test_canned_answers_have_no_score() -> None:
     [
         (EmbedRollout, {"prompt": "a"}, "prompt: nothing is filled in, so every document would get the same prompt"),
         (EmbedRollout, {"dimensions": 0}, "dimensions: must be >= 1; it is 0."),
-        (EmbedRollout, {"params": {"model": "x"}}, "params: 'model' cannot be given here"),
+        *(
+            (EmbedRollout, {"params": {name: "x"}}, f"params: '{name}' cannot be given here")
+            for name in ("model", "input", "encoding_format")
+        ),
+        *(
+            (EmbedRollout, {"column": name}, f"column: '{name}' is the document's own")
+            for name in ("text", "id", "media")
+        ),
+        (ClassifyRollout, {"labels": ["a", "b"], "threshold": 2}, "threshold: is 2, and scores are from 0 to 1."),
+        (ClassifyRollout, {"labels": ["a", "b"], "threshold": -1}, "threshold: is -1, and"),
         (EmbedRollout, {"generation_config": "auto"}, "generation_config: nothing is generated; remove it."),
         (EmbedRollout, {"max_prompt_tokens": 0}, 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),
         (ClassifyRollout, {"labels": []}, "labels: [] is not a list of different labels."),
@@ -287,6 +401,8 @@ def test_canned_answers_have_no_score() -> None:
         (JudgeRollout, {"judge_prompt": "{text}", "choice": ["a"]}, "choice: is for the answer that is judged; set"),
         (JudgeRollout, {"judge_prompt": "{text}", "score_pattern": "("}, "score_pattern: '(' is not a regular expr"),
         (JudgeRollout, {"judge_prompt": "{text}", "lowest": 2, "highest": 1}, "lowest: is 2, more than highest, which"),
+        (JudgeRollout, {"judge_prompt": "{text}", "highest": 5, "threshold": 6}, "threshold: is 6, more than highest"),
+        (JudgeRollout, {"judge_prompt": "{answer}"}, "judge_prompt: {answer} is the answer to prompt; set prompt (or"),
         (BestOfRollout, {"judge": "judge"}, "judge: there is no judge; set judge_prompt."),
     ],
 )

@@ -59,6 +59,7 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> No
             data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
             {"label": "good", "probabilities": [0.25, 0.75]},
         ),
+        ("classify", data({"label": "a", "probs": [0.7, 0.3]}), {"label": "a", "probabilities": [0.7, 0.3]}),
         ("classify", data({"index": 0, "label": None, "probs": [1]}), {"label": None, "probabilities": [1]}),
         ("tokenize", {"tokens": [1, 2], "count": 2, "max_model_len": 9}, {"tokens": [1, 2]}),
         ("tokenize", {"tokens": []}, {"tokens": []}),

@@ -94,7 +94,8 @@ def parse_classes(raw: bytes, redact: Redact = str, *, count: int = 1) -> Comple
     label = row.get("label")
     if not (label is None or isinstance(label, str)):
         raise RetryableError("the answer's label is no text")
-    return other_than_text(answer, {"label": label, "probabilities": _numbers(row.get("probs"), "probs").tolist()})
+    probabilities = _numbers(row.get("probs"), "probs", np.float64).tolist()  # as sent: a threshold may be equal
+    return other_than_text(answer, {"label": label, "probabilities": probabilities})
 
 
 def parse_scores(raw: bytes, redact: Redact = str, *, count: int) -> Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -143,6 +144,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "forgets", raising=False)
     printed = command("run", "job.yaml", code=code)
+    gc.collect()  # the coroutine, whose warning would else be another test's
     last = printed.error if code else printed.out.splitlines()[-1]
     assert said in last
     assert code or "Does the rollout lack a return?" in last

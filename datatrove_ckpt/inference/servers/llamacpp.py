@@ -126,7 +126,7 @@ def _named(file: IO[bytes]) -> bytes:
         file.seek(_SIZES[kind] * count, os.SEEK_CUR)
     else:
         for _ in range(count):
-            file.seek(*_unpack("Q", file), os.SEEK_CUR)
+            file.seek(_unpack("Q", file)[0], os.SEEK_CUR)
     return name
 
 

@@ -40,6 +40,7 @@ from datatrove_ckpt.formatting import plural
 
 ENDS = "ends"
 _LONGER = "raise max_tokens in default_generation_params, and model_max_context if prompt and answer do not fit"
+WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
 
@@ -139,7 +140,7 @@ class DocumentCounts:
     def odd_answers(self) -> str:
         """Sentences, each with a space before it, on no answer at all, and on those cut off or empty; "" if none is."""
         answers, said = plural(self.answers, "answer"), []
-        none = " The rollout returned None for each document, which drops it. Does the rollout lack a return?"
+        none = f" The rollout dropped each document. {WHY_DROPPED}"
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
             said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")

@@ -70,25 +70,30 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         asked = take_sample(RunPlan(executor), number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = [*read_documents(place), *read_dead_letters(place)] if asked else []
-    failed = 0
-    for index, (document, question) in enumerate(asked, 1):
-        name, text = str(document.id), document.text
-        dropped = ShownDocument(name, "", "the rollout returned None, which drops the document", is_dead=True)
-        one = min((one for one in found if one.id == name), key=lambda one: one.text != text, default=dropped)
+    failed = dropped = 0
+    for index, (document, pairs) in enumerate(asked, 1):
+        name, text, (question, _) = str(document.id), document.text, pairs[0]
+        one = min((one for one in found if one.id == name), key=lambda one: one.text != text, default=None)
+        if one is None:
+            dropped, question = dropped + 1, pairs[-1][0]
+            answers = "\n\n".join(answer for asked_for, answer in pairs if asked_for == question)
+            say(_described(index, ShownDocument(name, question, answers), "question", _MOST, "dropped"))
+            continue
         found = [other for other in found if other is not one]  # ids may repeat
         failed += one.is_dead
         say(_described(index, replace(one, text=question, where=""), "question", _MOST))
     kept = "Nothing of this is kept, and no other document was sent."
-    say(f"{len(asked) - failed} of {plural(len(asked), 'document')} processed. {kept}")
+    counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
+    say(f"{counted}{f', {dropped} of them dropped' if dropped else ''}. {kept}")
     return 1 if failed == len(asked) else 0
 
 
-def _described(number: int, one: ShownDocument, title: str, most: int | None) -> str:
+def _described(number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer") -> str:
     """Both texts side by side if there is room, else one below the other."""
     one, width = one.safe(most), shutil.get_terminal_size().columns
     cells = (width - 5) // 2 if width >= _WIDE else width - 2
     left = _wrapped(f"{title}: {one.text}", cells)
-    right = _wrapped(f"{'failed' if one.is_dead else 'answer'}: {one.answer}", cells)
+    right = _wrapped(f"{'failed' if one.is_dead else outcome}: {one.answer}", cells)
     lines = [*left, *right]
     if width >= _WIDE:
         lines = [f"{a:<{cells}} | {b}" for a, b in zip_longest(left, right, fillvalue="")]

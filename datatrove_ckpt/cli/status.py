@@ -437,7 +437,7 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
     if work.restarts:
         yield _topic("servers", _plural(work.restarts, "restart"))
     for name, model in totals.models.items():
-        yield _topic(name, _model(model))
+        yield _topic(name, _model(model) + ago)
     if work.errors:
         yield _topic("errors", _most(work.errors) + ago)
 

@@ -22,6 +22,7 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable, causes, named
@@ -209,7 +210,7 @@ class Scheduler:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
             self.observer.own.documents += 1
             if self._dropped == self.observer.own.documents == _MANY:
-                logger.warning(f"The rollout returned None for all of {_MANY} documents. Does it lack a return?")
+                logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise

@@ -101,11 +101,11 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     return checked
 
 
-def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
-    """The rollout function, which notes what each document's first request asks: the last user message, or a text.
+def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
+    """The rollout function, which notes each document's questions, the last user message or a text, and the answers.
 
     Args:
-        questions: gets it, by ``id(document)``: those of the input may repeat.
+        asked: gets a pair for each request, by ``id(document)``: those of the input may repeat.
 
     Raises:
         ConfigError: a file that it needs is missing here.
@@ -114,7 +114,7 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
         rollout_fn.prepare()
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        return await rollout_fn(document, _Noting(generate, partial(questions.setdefault, id(document))), **shared)
+        return await rollout_fn(document, _Noting(generate, asked.setdefault(id(document), [])), **shared)
 
     if isinstance(rollout_fn, PromptRollout):
         vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
@@ -122,18 +122,20 @@ def noting(rollout_fn: Rollout, questions: dict[int, str]) -> Rollout:
 
 
 class _Noting:
-    """A ``generate``, its methods, and those of its other models: each notes what it is asked."""
+    """A ``generate``, its methods, and those of its other models: each notes what it is asked, and its answer."""
 
-    def __init__(self, generate: Callable[..., Awaitable[Any]], note: Callable[[str], object]) -> None:
+    def __init__(self, generate: Callable[..., Awaitable[Any]], noted: list[list[str]]) -> None:
         self._generate = generate
-        self._note = note
+        self._noted = noted
 
-    def __call__(self, asked: object, /, *more: object, **settings: object) -> Awaitable[Any]:
-        self._note(_question(asked))
-        return self._generate(asked, *more, **settings)
+    async def __call__(self, asked: object, /, *more: object, **settings: object) -> Any:
+        self._noted.append(pair := [_question(asked), ""])
+        answer = await self._generate(asked, *more, **settings)
+        pair[1] = str(getattr(answer, "text", "") or answer)
+        return answer
 
     def __getattr__(self, name: str) -> _Noting:
-        return _Noting(getattr(self._generate, name), self._note)
+        return _Noting(getattr(self._generate, name), self._noted)
 
 
 def _question(payload: Any) -> str:

@@ -23,6 +23,7 @@ from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.redaction import redact
 from datatrove_ckpt.retrying import failure_line, file_system_call
 
+_USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown
 
 
@@ -123,8 +124,16 @@ def _with_vector(result: object, *places: object) -> object:
 
 
 def _text(result: object) -> str:
+    """A result's text, and on a line of its own what it has beside it."""
     text = result.get("text") if isinstance(result, dict) else result
-    return text if isinstance(text, str) else orjson.dumps(_short(result), default=str).decode()
+    if isinstance(text, str):
+        beside = result.items() if isinstance(result, dict) else ()
+        result = {name: one for name, one in beside if name not in _USUAL and one not in (None, [], {})}
+        if not result:
+            return text
+    else:
+        text = ""
+    return f"{text}\n{orjson.dumps(_short(result), default=str).decode()}".lstrip("\n")
 
 
 def _short(value: object) -> object:

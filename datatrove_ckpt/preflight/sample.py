@@ -14,10 +14,10 @@ from datatrove_ckpt.generation.user_code import noting
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 
-def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document, str]]:
+def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document, list[list[str]]]]:
     """Sends the first documents to the first runner. Their results are a run's below ``folder``.
 
-    Returns each document, and the question of its first request; without one its text.
+    Returns each document, and the question and the answer of each of its requests; without one its text and "".
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -31,8 +31,8 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
         documents = before(documents, 0, 1)
     first = list(islice(documents or (), number))
     texts = [document.text for document in first]
-    step, questions = runner.step, dict[int, str]()
-    step.rollout_fn = noting(step.rollout_fn, questions)
+    step, asked = runner.step, dict[int, list[list[str]]]()
+    step.rollout_fn = noting(step.rollout_fn, asked)
     step.output_writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
     step.checkpoints_local_dir, step.checkpoints_remote_dir = str(folder / "checkpoints"), None
     step.records_per_chunk = number
@@ -40,4 +40,4 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
     step.retry_dead_letters, step.monitoring, step.drain_seconds = False, MonitoringConfig(), 0.0
     if first:
         step.run(first, 0, 1)
-    return [(one, questions.get(id(one), text)) for one, text in zip(first, texts, strict=True)]
+    return [(one, asked.get(id(one)) or [[text, ""]]) for one, text in zip(first, texts, strict=True)]

@@ -27,6 +27,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -344,10 +345,10 @@ def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeSe
         await ask(document, generate)
 
     runner(tmp_path, server, forgets, records_per_chunk=1000).run(documents(120))
-    early, end = [line for line in log if "lack a return?" in line]
-    assert early == "WARNING The rollout returned None for all of 100 documents. Does it lack a return?\n"
+    early, end = [line for line in log if "a return missing?" in line]
+    assert early == f"WARNING The rollout dropped all of 100 documents. {WHY_DROPPED}\n"
     assert end.startswith("SUCCESS Rank 0: 0 of 120 documents written to ")
-    assert " The rollout returned None for each document, which drops it. Does the rollout lack a return? " in end
+    assert f" The rollout dropped each document. {WHY_DROPPED} " in end
 
 
 # datatrove -----------------------------------------------------------------------------------------------------------

@@ -457,6 +457,7 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
         ("Set text_key to one of them, or write an adapter.", "Set text_key to one of them."),
         ("Check data_folder, glob_pattern and text_key.", "Check input and text_key."),
         ("Check model_name_or_path, endpoint_url and use_chat.", "Check model, endpoint and use_chat."),
+        ("may not have the path /a: check endpoint_url and model_name_or_path.", "check endpoint and model."),
         ("raise max_tokens in default_generation_params, and", "raise max_tokens, and"),
         ("add --pipeline.1.accept_changes=true to the", "add --accept_changes=true to the"),
         ("executor: job 5 of this run is still", "job.yaml: job 5 of this run is still"),

@@ -245,7 +245,9 @@ def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_questio
 
 def test_a_sample_of_dropped_documents_and_of_none(here: Path, server: FakeServer, command: Command) -> None:
     Path("mine.py").write_text(
-        "async def drop(document, generate):\n    await generate({'messages': document.metadata['m']})\n"
+        "async def drop(document, generate):\n"
+        "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"
+        "    await generate({'messages': document.metadata['m']})\n"
     )
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="mine.drop"), ["a"])
     parts = [
@@ -255,7 +257,8 @@ def test_a_sample_of_dropped_documents_and_of_none(here: Path, server: FakeServe
     ]
     row = {"id": "1", "text": "a", "m": [{"role": "user", "content": parts}]}
     Path("input/0.jsonl").write_text(json.dumps(row) + "\n")
-    said = command("run", "job.yaml", "--sample", 5, code=1).out
-    assert "  question: what\n\n  is it\n  failed: the rollout returned None, which drops the document\n" in said
+    said = command("run", "job.yaml", "--sample", 5).out
+    assert "  question: what\n\n  is it\n  dropped: answer " in said
+    assert "\n1 of 1 document processed, 1 of them dropped. " in said
     said = command("run", "job.yaml", "--sample", 5, "--pipeline.0.skip=1", code=1).out
     assert said.startswith("0 of 0 documents processed.")

@@ -147,7 +147,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     gc.collect()  # the coroutine, whose warning would else be another test's
     last = printed.error if code else printed.out.splitlines()[-1]
     assert said in last
-    assert code or "Does the rollout lack a return?" in last
+    assert code or "or a return missing?" in last
 
 
 def test_tasks_without_documents_are_counted_once(here: Path, server: FakeServer, command: Command) -> None:

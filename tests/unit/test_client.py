@@ -251,6 +251,16 @@ def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
     assert str(HiddenUrl(url).api("completions").reveal()) == plain
 
 
+@pytest.mark.parametrize("base", ["http://h/v1", "http://h/a/b", "http://h"])
+@pytest.mark.parametrize("whole", ["chat/completions", "completions", "embeddings"])
+def test_a_url_may_be_the_whole_address_of_a_path(base: str, whole: str) -> None:
+    url = HiddenUrl(f"{base}/{whole}")
+    for path in ("chat/completions", "completions", "embeddings", "models"):
+        assert str(url.api(path).reveal()) == f"{base}/{path}"
+    assert str(url.api("/tokenize").reveal()) == f"{base.removesuffix('/v1')}/tokenize"
+    assert not url.may_lack_version
+
+
 BEYOND = "1" + "0" * 30
 
 

@@ -92,7 +92,7 @@ def test_the_text_says_what_the_rank_did() -> None:
     assert (found["input_done_ratio"], found["input_done_bytes"], found["input_size_bytes"]) == (0.25, 25, 100)
     assert "input_done_rows" not in found
     assert found["documents_total"] == 7
-    assert (found["requests_total answered"], found["requests_total failed"]) == (10, 2)
+    assert (found["requests_total answered"], found["requests_total failed"]) == (12, 2)
     assert (found["requests_in_flight"], found["requests_waiting"], found["documents_in_progress"]) == (5, 6, 8)
     assert (found["request_errors_total timeout"], found["request_errors_total HTTP 503"]) == (2, 3)
     assert (found["request_retries_total error"], found["request_retries_total server_lost"]) == (4, 1)

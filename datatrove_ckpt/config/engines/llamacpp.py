@@ -36,7 +36,7 @@ _WAYS = {  # it serves no classes
     "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
     "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
 }
-# How vectors are pooled, the GGUF file says; of a model that generates, pooling_type must.
+# How vectors are pooled, the GGUF file says; of a model that generates, the server takes the mean.
 _TASK_FLAGS = {"embed": {"embedding": True}}
 
 

@@ -159,7 +159,7 @@ class RankNow:
             f"input_size_{position.unit}": position.total,
             "documents_total": own.documents,
             "documents_in_progress": total.in_work,
-            "requests_total": {("answered",): own.requests - own.failed, ("failed",): own.failed},
+            "requests_total": {("answered",): own.requests, ("failed",): own.failed},
             "requests_in_flight": total.in_flight,
             "requests_waiting": total.waiting,
             "unanswered_seconds": total.silence.seconds,

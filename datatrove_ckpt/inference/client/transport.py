@@ -140,15 +140,18 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     return ServerRefused(
-        f"{url} answered HTTP {status} for model {model!r}. {_hint(status)} The server's answer: {text or '(empty)'}"
+        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url)} "
+        f"The server's answer: {text or '(empty)'}"
     )
 
 
-def _hint(status: int) -> str:
+def _hint(status: int, url: HiddenUrl) -> str:
     if status < 400:
         return "Redirects are not followed. Set endpoint_url to the final address."
     if status in (401, 403, 407):
         return "Check api_key or api_key_env, that the key may use this model, and proxies."
     if status == 402:
         return "The account of this key has no credit left."
+    if not (path := url.reveal().path).endswith("/completions"):
+        return f"This server may not have the path {path}: check endpoint_url and model_name_or_path."
     return "Check model_name_or_path, endpoint_url and use_chat."

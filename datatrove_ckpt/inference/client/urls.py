@@ -20,6 +20,7 @@ from datatrove_ckpt.redaction import HiddenDict, Redactor
 
 _PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
+_WHOLE = ("completions", "embeddings")  # ends of an address that is a path's own
 
 
 class HiddenUrl:
@@ -53,14 +54,14 @@ class HiddenUrl:
         """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions"; "/tokenize" beside it.
 
         A URL without a path gets /v1, any other one is taken as given. It may also be the whole address of the
-        completions.
+        completions, or of the embeddings.
         """
         names = [name for name in self._url.raw_parts if name.strip("/")]
         if not names:
             names = ["v1"]
-        elif names[-1] == "completions":
-            names = names[: -2 if names[-2:-1] == ["chat"] else -1]
-        if path.startswith("/") and _VERSION.fullmatch(names[-1]):
+        elif names[-1] in _WHOLE:
+            names = names[: -2 if names[-2:] == ["chat", "completions"] else -1]
+        if path.startswith("/") and names and _VERSION.fullmatch(names[-1]):
             del names[-1]
         url = self._url.with_path("/" + "/".join([*names, *path.strip("/").split("/")]), encoded=True)
         return HiddenUrl(url.with_query(self._url.query))
@@ -69,7 +70,7 @@ class HiddenUrl:
     def may_lack_version(self) -> bool:
         """It has a path without a version: the API may be right below it, or below its /v1."""
         names = [name for name in self._url.raw_parts if name.strip("/")]
-        return bool(names) and names[-1] != "completions" and not any(map(_VERSION.fullmatch, names))
+        return bool(names) and names[-1] not in _WHOLE and not any(map(_VERSION.fullmatch, names))
 
     @property
     def has_credentials(self) -> bool:

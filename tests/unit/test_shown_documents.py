@@ -1,0 +1,25 @@
+"""What ``show`` prints of a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.maintenance.documents import _text
+
+_USUAL = {"finish_reason": "stop", "usage": {"prompt_tokens": 1}, "reasoning": None, "logprobs": {"content": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({"text": "\n a"}, "\n a"),
+        ({"text": "a", "tool_calls": [], "choices": []}, "a"),
+        ({"text": "", "tool_calls": [{"id": "1"}]}, '{"tool_calls":[{"id":"1"}]}'),
+        ({"text": "a", "choices": [{"text": "a"}, {"text": "b"}]}, 'a\n{"choices":[{"text":"a"},{"text":"b"}]}'),
+        ({"text": "a", "score": 0.0, "judgement": "bad"}, 'a\n{"score":0.0,"judgement":"bad"}'),
+    ],
+)
+def test_a_result_is_shown_with_what_it_has_beside_its_text(result: dict[str, Any], said: str) -> None:
+    assert _text({**result, **_USUAL}) == said

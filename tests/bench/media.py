@@ -19,11 +19,9 @@ import json
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +36,7 @@ from datatrove_ckpt.generation import document_limit
 from datatrove_ckpt.process.memory import media_bytes
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.bench.measure import ROOT, table
+from tests.bench.systems import highest_memory
 
 WAYS = ("own", "bytes", "paths")
 _FILES = 8
@@ -137,14 +136,7 @@ def documents(way: str, number: int, folder: Path) -> Iterator[Document]:
 
 def run_one(way: str, number: int, folder: Path, url: str, at_once: int) -> dict[str, float]:
     """One rank in this process. Peak memory in bytes, seconds, CPU seconds."""
-    before, peak = _resident(), [0]
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.02):
-            peak[0] = max(peak[0], _resident())
-
-    threading.Thread(target=watch, daemon=True).start()
+    before = _resident()
     config = InferenceConfig("endpoint", "mock", endpoint_url=url, max_concurrent_generations=at_once)
     rollout: Any = own_base64 if way == "own" else PromptRollout(images="media", media_folder=str(folder))
     unlimited = mock.patch.object(document_limit, "media_bytes", return_value=sys.maxsize)
@@ -157,9 +149,8 @@ def run_one(way: str, number: int, folder: Path, url: str, at_once: int) -> dict
         step.run(documents(way, number, folder))
         written = sum(path.read_text().count("A page.") for path in Path(kept, "output").iterdir())
     assert written == number, written
-    ended.set()
     return {
-        "peak": max(peak[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "peak": highest_memory() * 1024 * 1024,
         "before": before,
         "seconds": time.monotonic() - started,
         "cpu": time.process_time() - cpu,

@@ -100,7 +100,7 @@ def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
 
     from datatrove_ckpt.inference.servers import llamacpp
 
-    server = xllamacpp.Server(llamacpp._params(xllamacpp.CommonParams(), job["arguments"]))
+    server = xllamacpp.Server(llamacpp.flags_set(xllamacpp.CommonParams(), job["arguments"]))
 
     def answer(prompt: str) -> dict[str, Any]:
         got = server.handle_completions({"prompt": prompt, **job["parameters"]})

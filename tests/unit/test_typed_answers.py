@@ -144,6 +144,10 @@ WRONG: list[tuple[str, Any, int]] = [
     ("rerank", results((0, 1.0), (2, 1.0)), 2),
     ("rerank", results(("0", 1.0)), 1),
     ("rerank", results(([], 1.0)), 1),
+    ("rerank", results((None, 1.0)), 1),
+    *((name, {"results": [{"relevance_score": 0.75}, {"relevance_score": 0.25}]}, 2) for name in ("score", "rerank")),
+    *((name, [{"score": 0.75}, {"score": 0.25}], 2) for name in ("score", "rerank")),
+    ("rerank", data({"score": 0.75}, {"score": 0.25}), 2),
     ("tokenize", {"tokens": ["a"]}, 1),
     ("tokenize", {"tokens": [{"id": 1}]}, 1),
 ]

@@ -115,7 +115,7 @@ def parse_ranking(raw: bytes, redact: Redact = str, *, count: int, best: int | N
         RetryableError: the answer has another form, or fewer scores.
     """
     answer, rows = _read(raw, redact)
-    indices = _indices(rows)
+    indices = _indices(rows, in_order=False)
     wanted = min(count, best or count)
     if len(rows) < wanted or len(set(indices)) < len(rows) or not set(range(count)).issuperset(indices):
         raise RetryableError(f"the answer ranks the texts {indices[:9]}, not {wanted} of {count}")
@@ -147,25 +147,29 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 
 
 def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its ``count`` rows in the order of their indices. Without any index they are in order."""
+    """The answer and its ``count`` rows in the order of their indices. Without any index they are in order: those of
+    ``data``. Several others are a ranking.
+    """
     answer, rows = _read(raw, redact)
-    indices = _indices(rows)
+    indices = _indices(rows, in_order=count == 1 or rows is answer.get("data"))
     if len(rows) != count or set(indices) != set(range(count)):
         raise RetryableError(f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text")
     return answer, [row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])]
 
 
-def _indices(rows: list[JsonObject]) -> list[int]:
-    """-1: what is no index."""
-    indices = [row.get("index", at) for at, row in enumerate(rows)]
-    return [index if type(index) is int else -1 for index in indices]
+def _indices(rows: list[JsonObject], in_order: bool) -> list[int]:
+    """``in_order``: a row without an index has that of its place."""
+    indices = [row.get("index", at if in_order else "missing") for at, row in enumerate(rows)]
+    if not all(type(index) is int for index in indices):
+        raise RetryableError(f"the answer's rows have the indices {indices[:9]}, which must be integers")
+    return indices
 
 
 def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:
     """The answer and its rows, which are an answer of SGLang by themselves."""
     answer: Any = read_json(raw, redact)
     if isinstance(answer, list):
-        answer = {"data": answer, "usage": {"prompt_tokens": sum(map(_prompt_tokens, answer))}}
+        answer = {"results": answer, "usage": {"prompt_tokens": sum(map(_prompt_tokens, answer))}}
     rows = None
     if isinstance(answer, dict):
         rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeVarTuple
 
 import orjson
@@ -61,6 +61,7 @@ _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT, COMPLETIONS)
+_MOST_LENGTHS = 1000  # that are remembered: params may be others for each document
 _WAY, _MODEL = "$way", "$model"  # in what is hashed; never sent
 
 
@@ -72,12 +73,14 @@ class Model:
         client: ready once its servers are.
         observer: of its requests.
         batches: None: texts share no requests.
+        lengths: of the first vector for each set of params, as base64.
     """
 
     config: InferenceConfig
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
     batches: Batches | None
+    lengths: dict[bytes, int] = field(default_factory=dict)
 
 
 class RankContext(Protocol):
@@ -228,6 +231,7 @@ class Requests(Ways):
                 result = await self._send(key, body, payload, of_several(way, payload["n"]) if several else way)
             else:
                 self._rank.observer.own.cached += 1
+                self._check_length(result, payload, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
@@ -273,6 +277,7 @@ class Requests(Ways):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         model.observer.answered(completion)
+        self._check_length(completion, payload, way)
         fields, response_id, name = _fields(completion), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
@@ -298,6 +303,29 @@ class Requests(Ways):
             "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
             "among the finish_reasons of documents that are finished already, because those stay as they are.)"
         )
+        return self._stopped(error)
+
+    def _check_length(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
+        """Stops the rank at a vector that is longer or shorter than the first one, before it is kept."""
+        if not way.is_shared:
+            return
+        assert answered.answer is not None
+        (vector,), lengths = answered.answer["embeddings"], self._model.lengths
+        if len(lengths) >= _MOST_LENGTHS:
+            lengths.clear()
+        first = lengths.setdefault(orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), len(vector))
+        if first != len(vector):
+            raise self._stopped(
+                ServerRefused(
+                    f"The model {answered.model or self._config.model_name_or_path!r} has answered with a vector of "
+                    f"{len(vector) * 3 // 16} numbers, and before with one of {first * 3 // 16}, for the same params. So "
+                    "its servers have different models. This vector is not kept; when all servers have the model of "
+                    "the first one, run the same command again."
+                )
+            )
+
+    def _stopped(self, error: ServerRefused) -> RolloutServerError:
+        """Stops the rank."""
         named(error, self._model.config.name)
         self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)

@@ -12,7 +12,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import NoReturn, TypeAlias, TypeVar
 
 import numpy as np
-from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.answers import JsonObject, Way
@@ -70,9 +69,6 @@ class Ways:
             if isinstance(answer, BaseException):
                 raise answer
             vectors.append(from_base64(answer["embeddings"][0]))
-        if len(lengths := {len(vector) for vector in vectors}) > 1:
-            error = f"the embeddings of one call have different lengths: {sorted(lengths)}"
-            raise InferenceError(None, error, payload={"input": list(texts)})
         return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
     async def _classify(self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]) -> Classification:

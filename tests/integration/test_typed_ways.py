@@ -274,3 +274,31 @@ def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
     runner(tmp_path, numbers, ask, output_writer=place).run(documents(1))
     line = (tmp_path / "output" / "00000_chunk_00000.jsonl").read_bytes()
     assert b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e+38]]},"rollout_results":[[[1,2],[3,4]]]}' in line
+
+
+@pytest.mark.parametrize("texts_per_request", [1, 2])
+def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
+    numbers: FakeServer, tmp_path: Path, texts_per_request: int
+) -> None:
+    """As one of several servers gives it that has another model."""
+    others = True
+
+    async def ask(document: Document, generate: Any) -> object:
+        shorter = await generate.embed(document.text, dimensions=2)  # with params of its own
+        return [shorter, await generate.embed([document.text, document.id])]
+
+    def answer(payload: Payload) -> Payload:
+        texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+        length = 3 if others and "text 1" in texts else DIMENSIONS
+        vectors = [vector_of(text)[: payload.get("dimensions", length)] for text in texts]
+        return {"data": [{"index": at, "embedding": vector} for at, vector in enumerate(vectors)]}
+
+    numbers.paths = {"/v1/embeddings": answer}
+    config = {"max_concurrent_documents": 1, "texts_per_request": texts_per_request}
+    with pytest.raises(CkptError, match=r"a vector of 3 numbers, and before with one of 4, .* same command again"):
+        runner(tmp_path, numbers, ask, config=config).run(documents(2))
+    others = False
+    runner(tmp_path, numbers, ask, config=config).run(documents(2))
+    for row in rows(tmp_path):
+        ((shorter, both),) = row["metadata"]["rollout_results"]
+        assert [len(shorter), *map(len, both)] == [2, DIMENSIONS, DIMENSIONS]

@@ -104,8 +104,8 @@ class OutputFile:
 class DocumentCounts:
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
-    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a text. Those of which an
-    earlier release did not note this are not among ``answers``.
+    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a text, or with a vector
+    of zeros. One of several choices is enough. Answers of which an earlier release did not note this are not counted.
     """
 
     read: int = 0

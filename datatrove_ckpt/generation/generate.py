@@ -155,7 +155,8 @@ class Requests(Ways):
         self.tokens: list[int] = []
         """Prompt and completion tokens of each answer in turn."""
         self.cut_off = self.empty = 0
-        """Of these answers, those that ended at max_tokens, and those without a text."""
+        """Of these answers, those that ended at max_tokens, and those without a text, or with a vector of zeros. One of
+        several choices counts if one of them does."""
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
@@ -242,9 +243,13 @@ class Requests(Ways):
         except InferenceError:
             own.failed += 1
             raise
-        usage, text, reason = result.usage, result.text, result.finish_reason
-        own.cut_off += reason == "length"
-        own.empty += generates and reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
+        usage = result.usage
+        ends = [(one["text"], one["finish_reason"]) for one in result.choices] or [(result.text, result.finish_reason)]
+        own.cut_off += any(reason == "length" for _, reason in ends)
+        if generates:
+            own.empty += any(_is_empty(*end) for end in ends)
+        elif way.is_shared and result.answer is not None:
+            own.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         own.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
         return result
 
@@ -318,8 +323,8 @@ class Requests(Ways):
             raise self._stopped(
                 ServerRefused(
                     f"The model {answered.model or self._config.model_name_or_path!r} has answered with a vector of "
-                    f"{len(vector) * 3 // 16} numbers, and before with one of {first * 3 // 16}, for the same params. So "
-                    "its servers have different models. This vector is not kept; when all servers have the model of "
+                    f"{len(vector) * 3 // 16} numbers, and before with one of {first * 3 // 16}, for the same params. "
+                    "So its servers have different models. This vector is not kept; when all servers have the model of "
                     "the first one, run the same command again."
                 )
             )
@@ -361,6 +366,10 @@ def _hand_over(rank: RankContext, call: Callable[[*_Arguments], None], *argument
     except BaseException as error:
         rank.shutdown.abort(error)
         raise
+
+
+def _is_empty(text: str | list[object], reason: str | None) -> bool:
+    return reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
 
 
 def _digest(payload: Payload) -> str:

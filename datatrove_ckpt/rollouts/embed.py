@@ -52,7 +52,7 @@ class EmbedRollout(_NoText):
     Attributes:
         prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
         dimensions: numbers to keep of each vector, the first ones (Matryoshka).
-        normalize: divide vectors by their length.
+        normalize: divide vectors by their length. A vector of zeros has none, so its document fails.
         column: metadata key of the vector.
         params: further payload keys.
         max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.
@@ -96,7 +96,12 @@ class EmbedRollout(_NoText):
                     f"dimensions: is {self.dimensions}, but the model's vectors have {len(vector)} numbers."
                 )
             vector = vector[: self.dimensions]
-        if self.normalize and (length := np.linalg.norm(vector)) > 0:
+        if self.normalize:
+            if not (length := np.linalg.norm(vector)):
+                raise ValueError(
+                    f"normalize: the vector of document {document.id!r} is all zeros. To go on without such documents, "
+                    "set on_document_error to dead_letter"
+                )
             vector = vector / length
         if self.column is None:
             return {"embedding": vector}

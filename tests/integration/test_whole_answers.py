@@ -13,6 +13,8 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt import InferenceResult
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, of_several, way_to
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner
 
@@ -190,6 +192,34 @@ def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, A
 def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
     found = of_several(CHAT, 2).parse(_with_choices({"index": 0}, {"index": 1, "finish_reason": None}))
     assert found.finish_reason is None
+
+
+@pytest.mark.parametrize("last", [{"cut_off": 1}, {"empty": 1}, {"cut_off": 1, "empty": 1}, {}])
+def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
+    server: FakeServer, tmp_path: Path, last: dict[str, int]
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        zeros = await generate.embed(document.text)
+        result = await generate(
+            {"messages": [{"role": "user", "content": document.text}], "n": 3}, path="/v1/chat/completions"
+        )
+        return [result, zeros]
+
+    good = {"message": {"content": "a"}, "finish_reason": "stop"}
+    bad = {
+        "message": {"content": "" if "empty" in last else "a"},
+        "finish_reason": "length" if "cut_off" in last else "stop",
+    }
+    choices = [{**one, "index": index} for index, one in enumerate([good, bad, good])]
+    server.paths = {
+        "/v1/chat/completions": lambda payload: {"choices": choices, "usage": {"completion_tokens": 3}},
+        "/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.0] * 2 if last else [0.0, 1.0]}]},
+    }
+    runner(tmp_path, server, ask).run(documents(1))
+    counts = read_run_state(Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])).together.counts
+    expected = {"cut_off": 0, "empty": 0, **last}
+    assert counts.answers == 2
+    assert (counts.cut_off, counts.empty) == (expected["cut_off"], expected["empty"] + bool(last))
 
 
 def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) -> None:

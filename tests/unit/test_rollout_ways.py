@@ -102,12 +102,14 @@ def test_the_result_is_the_vector_as_float32(settings: dict[str, Any], vector: l
     assert found["embedding"] == pytest.approx(vector)
 
 
-def test_a_vector_of_zeros_stays_one() -> None:
+def test_a_vector_of_zeros_has_no_direction() -> None:
     class Zeros(Model):
         async def embed(self, text: str, **params: Any) -> Any:
             return np.zeros(3, np.float32)
 
-    assert result(EmbedRollout(normalize=True), Zeros())["embedding"].tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"^normalize: the vector of document 'd1' is all zeros"):
+        result(EmbedRollout(normalize=True), Zeros())
+    assert result(EmbedRollout(), Zeros())["embedding"].tolist() == [0, 0, 0]
 
 
 def test_the_template_is_filled_in_and_parameters_are_sent() -> None:

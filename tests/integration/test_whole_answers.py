@@ -222,6 +222,33 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
     assert (counts.cut_off, counts.empty) == (expected["cut_off"], expected["empty"] + bool(last))
 
 
+def test_a_refusal_is_kept_with_its_choice() -> None:
+    no = {"message": {"content": None, "refusal": "I can't."}}
+    (one,) = CHAT.parse(_with_choices(no), str).choices
+    assert one["text"] == ""
+    assert one["refusal"] == "I can't."
+    found = CHAT.parse(_with_choices({"index": 0}, {"index": 1, **no}), str).choices
+    assert [choice.get("refusal") for choice in found] == [None, "I can't."]
+    assert CHAT.parse(_with_choices({"message": {"content": "a", "refusal": None}}), str).choices == []
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "reasoning"),
+    [
+        (
+            [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "so"}],
+            "so",
+            "hm",
+        ),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking", "data": "x"}, "so"], "so", "hm"),
+        ([{"type": "thinking", "thinking": "hm"}], "", "hm"),
+    ],
+)
+def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content: Any, text: str, reasoning: str) -> None:
+    found = CHAT.parse(_with_choices({"message": {"content": content}}), str)
+    assert (found.text, found.reasoning) == (text, reasoning)
+
+
 def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) -> None:
     async def ask(document: Document, generate: Any) -> object:
         return await generate({"messages": [{"role": "user", "content": document.text}], "n": 3})

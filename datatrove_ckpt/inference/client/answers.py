@@ -49,7 +49,7 @@ class Completion:
         usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
         reasoning: empty if the server does not separate it from the text.
         tool_calls, logprobs: as the server sent them.
-        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is only one.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is one, without a refusal.
         response_id, model: what the server says; empty if it says nothing.
         answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
         seconds: from sending the request to this answer.
@@ -62,6 +62,7 @@ class Completion:
     tool_calls: list[object] = field(default_factory=list)
     logprobs: JsonObject | None = None
     choices: list[JsonObject] = field(default_factory=list)
+    refusal: str = ""
     response_id: str = ""
     model: str = ""
     answer: JsonObject | None = None
@@ -196,7 +197,7 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object]:
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
-        content, reasoning = _joined(content), _joined(reasoning)
+        content, reasoning = _joined(content), _joined(reasoning) if reasoning else _thoughts(content)
     return content, reasoning, message.get("tool_calls")
 
 
@@ -238,6 +239,7 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         raise RetryableError("the answer has no choices")
     if len(choices) == 1:
         completion = _choice(choices[0], usage, read, redact)
+        completion.choices = [_as_choice(completion)] if completion.refusal else []
     else:
         if not all(isinstance(one, dict) and type(one.get("index")) is int for one in choices):
             raise RetryableError("one of the answer's choices is none, or has no index")
@@ -245,12 +247,17 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         if [one["index"] for one in in_order] != [*range(len(choices))]:
             raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
         all_read = [_choice(choice, usage, read, redact) for choice in in_order]
-        completion, names = all_read[0], ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
-        completion.choices = [{name: getattr(each, name) for name in names} for each in all_read]
+        completion = all_read[0]
+        completion.choices = list(map(_as_choice, all_read))
         if not all(each.finish_reason for each in all_read):
             completion.finish_reason = None
     _name(completion, answer)
     return completion
+
+
+def _as_choice(completion: Completion) -> JsonObject:
+    names = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs", *(["refusal"] * bool(completion.refusal)))
+    return {name: getattr(completion, name) for name in names}
 
 
 def _name(completion: Completion, answer: JsonObject) -> None:
@@ -273,7 +280,11 @@ def _choice(
     if not reason and not text and not usage:
         raise unfinished(reason)
     calls: list[object] = tool_calls if type(tool_calls) is list else []
-    return Completion(text, reason, usage, reasoning, calls, logprobs if type(logprobs) is dict else None)
+    completion = Completion(text, reason, usage, reasoning, calls, logprobs if type(logprobs) is dict else None)
+    message = choice.get("message")
+    if type(message) is dict and type(refusal := message.get("refusal")) is str:
+        completion.refusal = refusal
+    return completion
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -295,7 +306,14 @@ def _joined(content: object) -> object:
     if not all(isinstance(text, str) for text in texts):
         return None
     others = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
-    return "".join(texts) if texts and not others else content
+    return "".join(texts) if parts and not others else content
+
+
+def _thoughts(content: object) -> str:
+    """The reasoning that stands among the parts of a content, as Mistral's does."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    found = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
+    return "".join(text for text in found if isinstance(text, str))
 
 
 # Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.

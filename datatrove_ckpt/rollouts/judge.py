@@ -79,6 +79,9 @@ class Judged(PromptRollout):
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
+        """The score in what is said after a <think> block, which only a pattern for it reads."""
+        if "think>" not in (self.score_pattern or ""):
+            said = said.rpartition("</think>")[2].partition("<think>")[0]
         found = _FIRST.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
         number = found[0].replace("−", "-") if found else ""  # noqa: RUF001
         return float(number) if _NUMBER.fullmatch(number) else None
@@ -98,7 +101,7 @@ class JudgeRollout(Judged):
         judge_params: payload keys of the judge's requests. None: a temperature of 0.
         judge: the judge's name among several models.
         score_pattern: a regular expression: the score is the first number in its last match (its first group, if it has
-            one), and not in the whole answer.
+            one), and not in the whole answer. A <think> block is skipped.
         lowest, highest: bound of valid scores.
         threshold: documents with a lower score are dropped.
         answer_attempts: attempts to get a valid score; a further one tells the judge what is wrong.

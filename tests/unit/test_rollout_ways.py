@@ -233,6 +233,8 @@ def test_the_judge_of_several_answers_may_be_another_model() -> None:
     rollout = BestOfRollout(candidates=2, judge_prompt="Rate {answer}", judge="judge", score_pattern=r"\d")
     assert result(rollout, Writer(judge, "a", "b"))["text"] == "b"
     assert result(only(rollout), Model("a", "b", "9", "3"))["text"] == "a"
+    rollout.score_pattern = None
+    assert result(only(rollout), Model("a", "b", "<think>9</think>3", "5"))["text"] == "b"
 
 
 def test_a_judge_that_no_model_is_is_refused() -> None:
@@ -266,6 +268,10 @@ def test_an_engine_that_classifies_nothing_is_refused() -> None:
         (FROM_CONFIGS, "**Score:** 4", 4),
         (FROM_CONFIGS, "Score: **4.5**.", 4.5),
         (FROM_CONFIGS, "Score: 4/5", 4),
+        ({}, "<think>3</think>5", 5),
+        ({}, "3? </think>\n\n5 <think>4", 5),
+        (FROM_CONFIGS, "Score: 4<think>Score: 3", 4),
+        ({"score_pattern": r"</think>(\d)"}, "<think>3</think>5", 5),
     ],
 )
 def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
@@ -279,6 +285,7 @@ def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
     ("settings", "said", "problem"),
     [
         ({}, "Good.", "it has no number"),
+        ({}, "<think>3, or 4", "it has no number"),
         ({"score_pattern": "score: (.*)"}, "5", "it has no number where score_pattern looks for it"),
         ({"lowest": 0, "highest": 5}, "7", "its score is 7, and must be at least 0 and at most 5"),
         ({"lowest": 0}, "-1", "its score is -1, and must be at least 0"),

@@ -12,7 +12,9 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from contextlib import suppress
 from datetime import time
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -112,7 +114,28 @@ def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
     for key in columns:
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
-    return pa.struct([(key, type_of(items, f"{column}.{key}")) for key, items in columns.items()])
+    types = {key: type_of(items, f"{column}.{key}") for key, items in columns.items()}
+    if "tool_calls" in types and (whole := _of_whole_results()).keys() <= types.keys():
+        for key, kind in whole.items():
+            with suppress(NotUnited):  # a server with other forms
+                types[key] = unite(kind, types[key], key)
+    return pa.struct(list(types.items()))
+
+
+@cache
+def _of_whole_results() -> dict[str, DataType]:
+    """What a WholeResult has beside its text. Those of a chunk may all be empty, and show no type."""
+    import pyarrow as pa
+
+    text = pa.null()  # text where there is no value, and else what there is
+    token = [("token", text), ("logprob", pa.float64()), ("bytes", pa.list_(pa.int64()))]
+    tokens = pa.list_(pa.struct([*token, ("top_logprobs", pa.list_(pa.struct(token)))]))
+    logprobs = pa.struct([("content", tokens), ("refusal", tokens)])
+    function = pa.struct([("name", text), ("arguments", text)])
+    calls = pa.list_(pa.struct([("id", text), ("type", text), ("function", function)]))
+    said = [(name, text) for name in ("text", "finish_reason", "reasoning")]
+    choice = pa.struct([*said, ("tool_calls", calls), ("logprobs", logprobs), ("refusal", text)])
+    return {"tool_calls": calls, "logprobs": logprobs, "choices": pa.list_(choice)}
 
 
 def unite(old: DataType, new: DataType, column: str) -> DataType:

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.arrow_types import NotUnited, vectors_plain, watch_schema
 from datatrove_ckpt.output.column_types import (
+    OWN_SCHEMA_ADVICE,
     SCHEMA_ADVICE,
     ColumnTypes,
     RankColumns,
@@ -324,8 +325,9 @@ class ChunkWriting:
         writer, kind = self._copy(None), type(self._writer).__name__
         with suppress(Exception):  # a user's adapter may raise anything
             if culprit := name_culprit(writer, documents, self._decode, known):
+                advice = SCHEMA_ADVICE if writer.schema is None else OWN_SCHEMA_ADVICE
                 return OutputFailed(
-                    f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {SCHEMA_ADVICE}. The chunk's "
+                    f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {advice}. The chunk's "
                     "journal is kept: run the same command again, and no request is sent twice."
                 )
         if error.finished is None:

@@ -197,6 +197,7 @@ SCHEMA_ADVICE = (
     "Give ParquetWriter a schema, or an adapter that sets one type (a new adapter needs accept_changes=True)"
 )
 """What to do about column types."""
+OWN_SCHEMA_ADVICE = "Correct that column in the schema that ParquetWriter was given, or add it"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
-from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused
+from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, ServerRefused
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, of_several, way_to
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
@@ -161,6 +162,47 @@ def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_pat
     assert found["id 1"]["text"]
     assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
     assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5
+
+
+@pytest.mark.parametrize("order", ["called", "chosen", "certain", "refused"])
+def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(server: FakeServer, tmp_path: Path, order: str) -> None:
+    """Each document is a chunk, and has another part of a whole answer; which one is the first makes no difference."""
+    import pyarrow.dataset
+    import pyarrow.parquet
+
+    kinds = ["called", "chosen", "certain", "refused"]
+    kinds = kinds[kinds.index(order) :] + kinds
+
+    async def ask(document: Document, generate: Any) -> object:
+        kind = kinds[int(document.id[-1])]
+        server.message = {"tool_calls": [CALL]} if kind == "called" else {"refusal": "no"} if kind == "refused" else {}
+        server.logprobs = LOGPROBS if kind == "certain" else None
+        return await generate({"messages": [{"role": "user", "content": document.text}], "n": 1 + (kind == "chosen")})
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    config = {"max_concurrent_documents": 1}
+    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(documents(4))
+    files = sorted((tmp_path / "output").iterdir())
+    types = [pyarrow.parquet.read_schema(file).remove_metadata().field("metadata").type for file in files]
+    assert all(str(kind) == str(types[0]) for kind in types)
+    assert len(files) == 4
+    found = [row["metadata"]["rollout_results"][0] for row in pyarrow.dataset.dataset(files).to_table().to_pylist()]
+    for kind, result in zip(kinds, found, strict=False):
+        assert result["tool_calls"] == ([CALL] if kind == "called" else [])
+        assert len(result["choices"]) == {"chosen": 2, "refused": 1}.get(kind, 0)
+        assert (result["logprobs"] or {}).get("content", None) is None or kind == "certain"
+
+
+def test_a_field_that_the_given_schema_lacks_is_named(whole: FakeServer, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    result = pa.struct([(name, pa.string()) for name in ("text", "finish_reason", "reasoning")])
+    schema = pa.schema([("id", pa.string()), ("metadata", pa.struct([("rollout_results", pa.list_(result))]))])
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet", schema=schema)
+    with pytest.raises(OutputFailed) as failed:
+        runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(1))
+    assert re.search(r"results\[\]\.(\w+)' is .* missing in the writer's schema\. Correct that col", str(failed.value))
+    assert "Give ParquetWriter a schema" not in str(failed.value)
 
 
 def _with_choices(*choices: dict[str, Any]) -> bytes:

@@ -148,7 +148,7 @@ class ClassifyRollout(_NoText):
     def _check_kept(self, labels: Collection[str]) -> None:
         if unknown := [one for one in self.keep or () if one not in labels]:
             raise ConfigError(
-                f"keep: the model has no {', '.join(unknown)}; its labels: {', '.join(labels)}."
+                f"keep: the model has no label {', '.join(unknown)}; it has {', '.join(labels)}."
                 f"{' Servers name the best one only: set labels.' * (self.labels is None)}"
             )
 

@@ -139,6 +139,10 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server: FakeSer
 
     with pytest.raises(ServerRefused, match=r"/v1/embeddings answered HTTP 404 .* have the path /v1/embeddings:"):
         runner(tmp_path, server, ask).run(documents(1))
+    server.paths = {"/v1/embeddings": lambda payload: {}}
+    server._status, server.error = lambda payload, times: 404, "The model `fake` does not exist."
+    with pytest.raises(ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"):
+        runner(tmp_path, server, ask).run(documents(1))
 
 
 def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_path: Path) -> None:

@@ -195,11 +195,11 @@ def test_a_threshold_beyond_all_scores_is_refused_unless_the_model_gives_one_num
 def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> None:
     with pytest.raises(ConfigError) as refused:
         ClassifyRollout(labels=list(SCORES), keep=["news", "poem"])
-    assert str(refused.value) == "keep: the model has no poem; its labels: news, fiction, other."
+    assert str(refused.value) == "keep: the model has no label poem; it has news, fiction, other."
     with pytest.raises(ConfigError) as refused:
         result(ClassifyRollout(keep=["news"]), Model())
     assert str(refused.value) == (
-        "keep: the model has no news; its labels: 0, 1, 2. Servers name the best one only: set labels."
+        "keep: the model has no label news; it has 0, 1, 2. Servers name the best one only: set labels."
     )
 
 

@@ -103,7 +103,7 @@ rank, its URL without secrets or None, and why it died or ""."""
 
 _HINT = (
     "If this server never gives one, and its answers are complete, set accept_null_finish_reason to true; otherwise "
-    "see why it cuts answers off."
+    "see why it cuts answers off"
 )
 
 
@@ -530,7 +530,7 @@ class CompletionClient:
         if lasts and request.without_reason >= self._config.request_max_attempts:
             raise ServerRefused(
                 f"{url} has answered one request {request.without_reason} times without a finish_reason, for "
-                f"{now - request.without_reason_since:.0f} s. {_HINT}"
+                f"{now - request.without_reason_since:.0f} s. {_HINT}."
             )
         raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 

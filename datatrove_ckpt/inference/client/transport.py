@@ -140,12 +140,12 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
     return ServerRefused(
-        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url)} "
+        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"
     )
 
 
-def _hint(status: int, url: HiddenUrl) -> str:
+def _hint(status: int, url: HiddenUrl, text: str) -> str:
     if status < 400:
         return "Redirects are not followed. Set endpoint_url to the final address."
     if status in (401, 403, 407):
@@ -153,5 +153,7 @@ def _hint(status: int, url: HiddenUrl) -> str:
     if status == 402:
         return "The account of this key has no credit left."
     if not (path := url.reveal().path).endswith("/completions"):
+        if "model" in text.lower():
+            return "Check model_name_or_path and endpoint_url."
         return f"This server may not have the path {path}: check endpoint_url and model_name_or_path."
     return "Check model_name_or_path, endpoint_url and use_chat."

@@ -201,12 +201,12 @@ def _vector(value: object) -> Floats:
 def _numbers(value: object, name: str, kind: type[np.floating[Any]] = np.float32) -> npt.NDArray[Any]:
     # numpy would make a number of None (NaN), of True and of "1".
     if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
-        raise RetryableError(f"the answer's {name} are no list of numbers")
+        raise RetryableError(f"the answer's {name!r} is no list of numbers")
     with np.errstate(over="ignore"):
         return _checked(np.array(value, kind), name)
 
 
 def _checked(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     if not values.size or not np.isfinite(values).all():
-        raise RetryableError(f"the answer's {name} is empty, or holds NaN or infinity")
+        raise RetryableError(f"the answer's {name!r} is empty, or holds NaN or infinity")
     return values

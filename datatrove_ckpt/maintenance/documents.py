@@ -124,7 +124,9 @@ def _with_vector(result: object, *places: object) -> object:
 
 
 def _text(result: object) -> str:
-    """A result's text, and on a line of its own what it has beside it."""
+    """A result's text, or those of its choices, and on a line of its own what it has beside it."""
+    if isinstance(result, dict) and (texts := _choices(result.get("choices"))):  # the first one is the result itself
+        result = {**result, "text": texts, "choices": None, "tool_calls": None}
     text = result.get("text") if isinstance(result, dict) else result
     if isinstance(text, str):
         beside = result.items() if isinstance(result, dict) else ()
@@ -134,6 +136,13 @@ def _text(result: object) -> str:
     else:
         text = ""
     return f"{text}\n{orjson.dumps(_short(result), default=str).decode()}".lstrip("\n")
+
+
+def _choices(choices: object) -> str:
+    """Each one as a result; "" if these are no choices of a server."""
+    if not isinstance(choices, list) or not all(isinstance(one, dict) and "text" in one for one in choices):
+        return ""
+    return "\n\n".join(map(_text, choices))
 
 
 def _short(value: object) -> object:

@@ -17,7 +17,16 @@ _USUAL = {"finish_reason": "stop", "usage": {"prompt_tokens": 1}, "reasoning": N
         ({"text": "\n a"}, "\n a"),
         ({"text": "a", "tool_calls": [], "choices": []}, "a"),
         ({"text": "", "tool_calls": [{"id": "1"}]}, '{"tool_calls":[{"id":"1"}]}'),
-        ({"text": "a", "choices": [{"text": "a"}, {"text": "b"}]}, 'a\n{"choices":[{"text":"a"},{"text":"b"}]}'),
+        (
+            {"text": "a", "choices": [{"text": "a", **_USUAL}, {"text": "b", **_USUAL}], "score": 1},
+            'a\n\nb\n{"score":1}',
+        ),
+        (
+            {"text": "a", "tool_calls": [7], "choices": [{"text": "a", "tool_calls": [7]}, {"text": "b"}]},
+            'a\n{"tool_calls":[7]}\n\nb',
+        ),
+        ({"text": "", "choices": [{"text": "", **_USUAL, "refusal": "no"}]}, '{"refusal":"no"}'),
+        ({"text": "a", "choices": ["a", "b"]}, 'a\n{"choices":["a","b"]}'),
         ({"text": "a", "score": 0.0, "judgement": "bad"}, 'a\n{"score":0.0,"judgement":"bad"}'),
     ],
 )

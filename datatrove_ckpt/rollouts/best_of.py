@@ -31,8 +31,7 @@ class BestOfRollout(Judged):
             temperature of 0.
         judge: the judge's name among several models.
         score_pattern: as that of JudgeRollout.
-        vote_pattern: a regular expression. Its last match in an answer (its first group, if it has one) is voted on,
-            instead of the whole answer.
+        vote_pattern: a regular expression. Its last match in an answer (its first group, if it has one) is voted on.
 
     All other settings are those of PromptRollout. Invalid answers are no candidates.
 

@@ -51,8 +51,8 @@ class EmbedRollout(_NoText):
 
     Attributes:
         prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
-        dimensions: numbers to keep of each vector, the first ones (Matryoshka).
-        normalize: divide vectors by their length. A vector of zeros has none, so its document fails.
+        dimensions: numbers to keep of each vector, the first (Matryoshka).
+        normalize: divide vectors by their length; one of zeros fails.
         column: metadata key of the vector.
         params: further payload keys.
         max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.

@@ -100,8 +100,8 @@ class JudgeRollout(Judged):
         judge_prompt: the judge's user message; ``{answer}`` is the answer.
         judge_params: payload keys of the judge's requests. None: a temperature of 0.
         judge: the judge's name among several models.
-        score_pattern: a regular expression: the score is the first number in its last match (its first group, if it has
-            one), and not in the whole answer. A <think> block is skipped.
+        score_pattern: the score is the first number of the answer, or of this regular expression's last match (its
+            first group, if it has one). ``<think>`` blocks are skipped.
         lowest, highest: bound of valid scores.
         threshold: documents with a lower score are dropped.
         answer_attempts: attempts to get a valid score; a further one tells the judge what is wrong.

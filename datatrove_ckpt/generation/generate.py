@@ -30,6 +30,7 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.batches import PAYLOAD_JSON, Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -320,14 +321,18 @@ class Requests(Ways):
             lengths.clear()
         first = lengths.setdefault(orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), len(vector))
         if first != len(vector):
-            raise self._stopped(
-                ServerRefused(
-                    f"The model {answered.model or self._config.model_name_or_path!r} has answered with a vector of "
-                    f"{len(vector) * 3 // 16} numbers, and before with one of {first * 3 // 16}, for the same params. "
-                    "So its servers have different models. This vector is not kept; when all servers have the model of "
-                    "the first one, run the same command again."
-                )
+            name, now, before = (
+                answered.model or self._config.model_name_or_path,
+                len(vector) * 3 // 16,
+                first * 3 // 16,
             )
+            error = ServerRefused(
+                f"The model {name!r} has answered with a vector of {plural(now, 'number')}, and before with one of "
+                f"{before}, for the same params. So its servers have, or had, different models. This vector is not "
+                "kept; when all servers have the model of the first one, run the same command again. If that is the "
+                "wrong one, start over (run --start-over)."
+            )
+            raise self._stopped(error)
 
     def _stopped(self, error: ServerRefused) -> RolloutServerError:
         """Stops the rank."""

@@ -302,3 +302,21 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
     for row in rows(tmp_path):
         ((shorter, both),) = row["metadata"]["rollout_results"]
         assert [len(shorter), *map(len, both)] == [2, DIMENSIONS, DIMENSIONS]
+
+
+def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_rank(
+    numbers: FakeServer, tmp_path: Path
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        return await generate.embed([document.text, "other"])
+
+    numbers._status = budget = Budget()
+    budget.left = 1
+    config = {"max_concurrent_documents": 1}
+    with pytest.raises(CkptError, match="403"):
+        runner(tmp_path, numbers, ask, config=config).run(documents(1))
+    budget.left = 9
+    numbers.paths = {"/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.5]}]}}
+    with pytest.raises(CkptError, match="a vector of 1 number, and before with one of 4"):
+        runner(tmp_path, numbers, ask, config=config).run(documents(1))
+    assert budget.left == 8

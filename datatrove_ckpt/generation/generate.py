@@ -21,12 +21,15 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_h
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import warn_of_unknown
 from datatrove_ckpt.errors import (
+    CkptError,
     ConfigError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
+    ServerDied,
     ServerError,
     ServerRefused,
+    ServerUnavailable,
     TooManyOpenFiles,
     named,
 )
@@ -75,6 +78,7 @@ class Model:
         observer: of its requests.
         batches: None: texts share no requests.
         lengths: of the first vector for each set of params, as base64.
+        is_dead: nobody waits for its requests in flight any more.
     """
 
     config: InferenceConfig
@@ -82,6 +86,7 @@ class Model:
     client: asyncio.Future[CompletionClient]
     batches: Batches | None
     lengths: dict[bytes, int] = field(default_factory=dict)
+    is_dead: bool = False
 
 
 class RankContext(Protocol):
@@ -102,12 +107,14 @@ class Answers:
 
     Attributes:
         rejections: its requests that the server has rejected.
+        failure: with which it stops the rank, whatever its rollouts do with the error that they see.
     """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
         self.slot = slot
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
+        self.failure: CkptError | None = None
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -120,6 +127,16 @@ class Answers:
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
             _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot.ordinal, receive)
         return await asyncio.shield(self._cached)
+
+    def fail(self, failure: CkptError) -> None:
+        """Stops the rank, after a drain. The document ends unrecorded."""
+        self.failure = failure
+        self._rank.shutdown.fail(failure)
+
+    @property
+    def have_ended(self) -> bool:
+        """A rollout that swallows its error or its cancellation and tries again must not keep the event loop busy."""
+        return self.failure is not None or self._rank.shutdown.aborted
 
     def request_started(self) -> None:
         """A request of the document starts to wait for the server."""
@@ -192,10 +209,10 @@ class Requests(Ways):
         return self._refused(wrong) if wrong else self._answered(payload, way)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
-        if self._rank.shutdown.aborted:
+        if self._answers.have_ended:
             return wait_until_cancelled()
         error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
-        self._rank.shutdown.abort(error)
+        self._answers.fail(error)
         raise error
 
     async def _answered(self, payload: Payload, way: Way) -> Result:
@@ -205,8 +222,7 @@ class Requests(Ways):
             InferenceError: the request cannot be answered; ``error`` says why.
             datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is proved wrong.
         """
-        if self._rank.shutdown.aborted:
-            # A rollout that swallows its cancellation and tries again must not keep the event loop busy.
+        if self._answers.have_ended:
             await wait_until_cancelled()
         config, generates, own = self._config, way in _GENERATING, self._of or self
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
@@ -276,9 +292,9 @@ class Requests(Ways):
             raise _failed(named(error, model.config.name), payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
             model.observer.failed()
-            # The rank stops, whatever the rollout does with the error that it sees.
+            model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
             named(error, model.config.name)
-            rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
+            self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
@@ -337,7 +353,7 @@ class Requests(Ways):
     def _stopped(self, error: ServerRefused) -> RolloutServerError:
         """Stops the rank."""
         named(error, self._model.config.name)
-        self._rank.shutdown.abort(unanswered(self._answers.doc_id, self._answers.slot, error))
+        self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
@@ -479,7 +495,7 @@ class Drain:
         self._documents = documents
         self._active = False
         self._waiting = 0
-        self._clients: Sequence[CompletionClient] = ()
+        self._models: Sequence[Model] = ()
         self._over = asyncio.Event()
         self._grace_started = False
 
@@ -492,11 +508,11 @@ class Drain:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
 
-    async def until_over(self, clients: Sequence[CompletionClient]) -> None:
-        """Returns when no more document can finish, now that a stop is requested. ``clients``: of servers that run."""
-        self._active, self._clients = True, clients
-        for client in clients:
-            client.router.on_release = self.check_soon
+    async def until_over(self, models: Sequence[Model]) -> None:
+        """Returns when no more document can finish, now that the rank stops. ``models``: whose servers run."""
+        self._active, self._models = True, models
+        for model in models:
+            model.client.result().router.on_release = self.check_soon
         self.check_soon()
         await self._over.wait()
 
@@ -507,7 +523,7 @@ class Drain:
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        if any(client.router.in_flight for client in self._clients):
+        if any(model.client.result().router.in_flight and not model.is_dead for model in self._models):
             return
         if self._waiting == len(self._documents):
             self._over.set()

@@ -204,7 +204,7 @@ class RankReporter(ModelObserver):
         )
 
     def _state(self) -> str:
-        if self._shutdown.is_requested:
+        if self._shutdown.is_stopping:
             return "stopping"
         if not self.clients:
             return READING if self._source is not None and not self._source.handed_over else WAITING

@@ -5,8 +5,9 @@ reader's thread, and results go to the storage thread. Three limits hold back ne
 ``max_concurrent_documents`` are in work, the storage thread's queue is bounded, and so is the number of complete chunks
 that wait to be published.
 
-A server that fails stops the rank at once (``Shutdown.abort``), whatever rollouts do with the error that they see:
-``except Exception: return None`` in a user's code must not turn an outage into dropped documents.
+A document or a server that fails stops the rank as a signal does, with a drain (``Shutdown.fail``), whatever rollouts
+do with a server's error that they see: ``except Exception: return None`` in a user's code must not turn an outage into
+dropped documents. Where nothing more can be saved, all ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, DocumentNotSerializable, causes, named
+from datatrove_ckpt.errors import CheckpointError, CkptError, DocumentNotSerializable, causes, named
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -126,7 +127,7 @@ class Scheduler:
             self.checkpoint.end_of_input(documents.shard())
             while not self.checkpoint.all_committed:
                 await self.next_change()
-            if self.shutdown.aborted:  # the stop has begun to close the checkpoint
+            if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self._completed.set_result(None)
             for task in background_tasks:
@@ -145,7 +146,7 @@ class Scheduler:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire(source.size)
-                if self.shutdown.is_requested or self.shutdown.aborted:  # the awaits above may not have yielded
+                if self.shutdown.is_stopping or self.shutdown.aborted:  # the awaits above may not have yielded
                     await wait_until_cancelled()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
@@ -179,7 +180,12 @@ class Scheduler:
                     await asyncio.gather(watching, return_exceptions=True)
         except CkptError as error:
             named(error, model.config.name)
-            raise
+            if self._completed.done() or isinstance(error, CheckpointError):
+                raise
+            model.is_dead = True
+            self.shutdown.fail(error)
+            self.drain.check_soon()
+            await wait_until_cancelled()
 
     async def _watch_checkpoint(self) -> None:
         while True:
@@ -214,13 +220,15 @@ class Scheduler:
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise
-        except BaseException as error:
+        except CheckpointError as error:
             self.shutdown.abort(error)
+        except BaseException as error:
+            self.shutdown.fail(error)
         finally:
             self.documents.done(slot.ordinal)
             self._document_limit.release(source.size)
             self.drain.check_soon()
-            if not self.documents and not self.shutdown.aborted:
+            if not self.documents and not self.shutdown.has_failed:
                 self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
@@ -235,7 +243,7 @@ class Scheduler:
                 results = [await self._run_rollout(document, requests[0])]
             else:
                 results = await self._run_rollouts(document, requests)
-            self._raise_if_stopping()
+            self._raise_if_stopping(answers)
             kept = [result for result in results if result is not None]
             if self.drop_media is not None:
                 self.drop_media(document)
@@ -245,9 +253,9 @@ class Scheduler:
             data = encode_finished(document, self.metadata_key) if kept else b"null"
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
-                self._raise_if_stopping()
+                self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as error:
-            self._raise_if_stopping()
+            self._raise_if_stopping(answers)
             note_sent([request.last_payload for request in requests])
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             hashes = [request.last_hash for request in requests]
@@ -257,14 +265,17 @@ class Scheduler:
         self._dropped += not kept
         return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
-    def _raise_if_stopping(self) -> None:
-        """Raises CancelledError if the rank is stopping: the document ends unrecorded, whatever its rollout returned.
+    def _raise_if_stopping(self, answers: Answers) -> None:
+        """Raises if the document ends unrecorded, whatever its rollout returned: CancelledError if the rank was
+        stopped, the failure if the document has stopped it.
 
         A rollout may also cancel a task of its own and let the CancelledError out. That is a failure of the document.
         ``Task.cancelling`` cannot tell the two cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         if self.shutdown.aborted:
             raise asyncio.CancelledError
+        if answers.failure is not None:
+            raise answers.failure
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         # The first rollout that raises cancels the others: their document fails anyway, so their further requests would
@@ -358,36 +369,42 @@ _PUBLISH_WAIT_SECONDS = 5.0
 
 
 async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
-    """Waits until a stop is requested, and stops the rank.
+    """Waits until the rank is to stop, and stops it.
 
     Args:
         serving: start, watch and, when they are cancelled, stop the servers; one for each model.
 
     Raises:
-        Preempted: always.
+        Preempted: a stop was requested.
+        BaseException: the rank's failure, if it has one. Then whoever made the checkpoint closes it.
     """
     shutdown, checkpoint = rank.shutdown, rank.checkpoint
     await shutdown.requested()
     # From now on no document is admitted, and the router sends no request: both look at the shutdown.
-    clients = [model.client.result() for model in rank.models.values() if model.client.done()]
+    models = [model for model in rank.models.values() if model.client.done()]
+    clients = [model.client.result() for model in models]
+    in_flight = sum(client.stats.in_flight for client in clients)
     if not clients:
         _cancel(serving)  # a model may need minutes to load
-    else:
-        in_flight = sum(client.stats.in_flight for client in clients)
+    elif shutdown.failure is None or in_flight:
+        why = shutdown.cause or f"The rank has failed ({type(shutdown.failure).__name__})"
+        hurried_by = shutdown.hurried_by if shutdown.cause else shutdown.hurried_by.replace("second ", "")
         logger.warning(
-            f"{shutdown.cause}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
-            f"answered; {shutdown.hurried_by} ends the wait at once."
+            f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
+            f"answered; {hurried_by} ends the wait at once."
         )
     lost, cancelled = (sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled"))
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drained(rank, clients))
+        shutdown.late = not await shutdown.wait_for(_drained(rank, models))
     except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
         shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
         raise
     shutdown.given_up = _left(clients) - lost
     # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
     shutdown.abort()
+    if shutdown.failure is not None:
+        await shutdown.failed()
     if clients:  # else they were cancelled above; a second time would cut their end off
         _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
@@ -411,9 +428,9 @@ def _left(clients: Iterable[CompletionClient]) -> int:
     return sum(client.stats.in_flight + client.stats.lost for client in clients)
 
 
-async def _drained(rank: Scheduler, clients: Sequence[CompletionClient]) -> None:
+async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     rank.checkpoint.hurry()
-    await rank.drain.until_over(clients)
+    await rank.drain.until_over(models)
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while rank.checkpoint.publishing:

@@ -291,7 +291,7 @@ class RemoteMirror:
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
-        if self.shutdown.is_requested and not self.shutdown.aborted:
+        if self.shutdown.is_stopping and not self.shutdown.aborted:
             self._wake.put(None)
 
     def stop(self, completed: bool) -> None:

@@ -63,8 +63,9 @@ class HostLoop:
 
     def _pass_on(self) -> None:
         if self._shutdown is not None and self.cancellations:
+            is_second = self._shutdown.is_stopping
             self._shutdown.request(_CAUSE)
-            if self.cancellations > 1:
+            if is_second or self.cancellations > 1:
                 self._shutdown.fast_stop()
 
 

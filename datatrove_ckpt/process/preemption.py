@@ -315,13 +315,17 @@ class Preemption:
             return
         if number not in self._received:
             self._received.append(number)
-        if not self.shutdown.is_requested:
-            self.shutdown.request(signal.Signals(number).name)
+        # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
+        shutdown = self.shutdown
+        is_first = not shutdown.is_stopping or (worker_slot() is not None and not shutdown.is_requested)
+        shutdown.request(signal.Signals(number).name)
+        if is_first:
+            pass
         elif self._expects_sigterm and number == signal.SIGTERM:
             self._expects_sigterm = False
-        elif self.shutdown.seconds > SAME_EVENT:
-            unnoticed = self.shutdown.is_unnoticed
-            self.shutdown.fast_stop()
+        elif shutdown.seconds > SAME_EVENT:
+            unnoticed = shutdown.is_unnoticed
+            shutdown.fast_stop()
             if unnoticed:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
         if self._interruptible:

@@ -1,8 +1,9 @@
 """Shutdown: the one place that knows whether a rank ends early, and how quickly. Whoever waits, waits on it.
 
-    ``is_requested``   nothing new starts, and requests in flight have until ``deadline``
+    ``is_requested``   a signal or the like asked for a stop
+    ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have until ``deadline``
     ``is_fast``        a second signal came: nothing is waited for
-    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or the rank has failed
+    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing can be saved
 
 Signal handlers drive it (``preemption.py``). ``generation/scheduler.py`` has the order of a stop.
 
@@ -58,8 +59,9 @@ class Shutdown:
 
     Attributes:
         cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
+        failure: what the rank fails with; None: nothing so far.
         hurried_by: what ends the drain at once, in words.
-        deadline: end of the drain (``time.monotonic``); infinite if no stop is requested.
+        deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         is_fast: a second signal came.
         aborted: what is in work is cut off.
         late: the drain did not end in time, so servers are killed.
@@ -72,6 +74,7 @@ class Shutdown:
     def __init__(self, drain_seconds: float = 0.0) -> None:
         self.drain_seconds = drain_seconds
         self.cause = ""
+        self.failure: BaseException | None = None
         self.hurried_by = "a second signal"
         self.deadline = math.inf
         self.is_fast = False
@@ -81,8 +84,7 @@ class Shutdown:
         self.open_closings = 0
         self.closed_at = 0.0
         self.handles_interrupt = False
-        self._requested_at = 0.0
-        self._failure: BaseException | None = None
+        self._began_at = 0.0
         self._unnoticed = False
         # By any key; threads and signal handlers add and remove at any moment, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
@@ -92,10 +94,21 @@ class Shutdown:
     def request(self, cause: str) -> None:
         """The rank stops early. A second request changes nothing."""
         if not self.cause:
-            self._requested_at = time.monotonic()
-            self.deadline = self._requested_at + self.drain_seconds
+            self._begin()
             self.cause = cause
             self._changed()
+
+    def fail(self, failure: BaseException) -> None:
+        """The rank drains, and ends with this failure. The first failure counts. On the event loop."""
+        if self.failure is None and not self.aborted:
+            self._begin()
+            self.failure = failure
+            self._changed()
+
+    def _begin(self) -> None:
+        if not self.is_stopping:
+            began = time.monotonic()
+            self.deadline, self._began_at = began + self.drain_seconds, began
 
     def fast_stop(self) -> None:
         """Nothing is waited for any more."""
@@ -105,23 +118,33 @@ class Shutdown:
 
     def abort(self, failure: BaseException | None = None) -> None:
         """Nothing that is in work is recorded from now on. The first failure counts. On the event loop."""
-        if self.aborted and (failure is None or self._failure is not None):
+        if self.aborted and (failure is None or self.failure is not None):
             return  # each document that is cut off calls this
         self.aborted = True
-        self._failure = failure
+        self.failure = self.failure if failure is None else failure
         self._changed()
 
     # what it is ---------------------------------------------------------------------------------------------------
 
     @property
     def is_requested(self) -> bool:
-        """No new document or request may start."""
+        """Somebody asked for a stop."""
         return self.cause != ""
 
     @property
+    def is_stopping(self) -> bool:
+        """No new document or request may start."""
+        return self._began_at > 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Some document will not be recorded, so the rank cannot become complete."""
+        return self.aborted or self.failure is not None
+
+    @property
     def seconds(self) -> float:
-        """Since the stop was requested."""
-        return time.monotonic() - self._requested_at
+        """Since the stop began."""
+        return time.monotonic() - self._began_at
 
     @property
     def is_unnoticed(self) -> bool:
@@ -180,11 +203,11 @@ class Shutdown:
             callback()
 
     async def requested(self) -> None:
-        """Returns once a stop is requested."""
+        """Returns once the rank is to stop."""
         loop, noticed = asyncio.get_running_loop(), asyncio.Event()
 
         def notice() -> None:
-            if self.cause:
+            if self.is_stopping:
                 self._unnoticed = False
                 noticed.set()
 
@@ -197,13 +220,13 @@ class Shutdown:
             self._unnoticed = False
 
     async def failed(self) -> NoReturn:
-        """Raises the failure of the rank, once there is one."""
+        """Raises the failure of the rank, once there is one and its drain is over."""
         loop, failed = asyncio.get_running_loop(), asyncio.Event()
         with self.calling(lambda: call_soon(loop, failed.set)):
-            while self._failure is None:
+            while self.failure is None or not self.aborted:
                 failed.clear()
                 await failed.wait()
-        raise self._failure
+        raise self.failure
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         """Awaits ``awaitable`` until the deadline. True if it finished, False if the time was too short."""
@@ -237,7 +260,7 @@ class Shutdown:
             while True:
                 limit = running
                 if self.cause:
-                    limit = 0.0 if self.is_fast else max(started, self._requested_at) + draining - time.monotonic()
+                    limit = 0.0 if self.is_fast else max(started, self._began_at) + draining - time.monotonic()
                 elif running is not None:
                     limit = started + running - time.monotonic()
                 try:

@@ -402,10 +402,12 @@ def test_several_models_on_several_nodes_are_refused(
 
 
 async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
-    clients = [SimpleNamespace(router=SimpleNamespace(in_flight=number)) for number in (0, 1)]
+    clients = [SimpleNamespace(router=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
+    models: list[Any] = [SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False) for c in clients]
+    models[2].is_dead = True
     drain = Drain([1])
     drain.request_started()
-    over = asyncio.ensure_future(drain.until_over(clients))
+    over = asyncio.ensure_future(drain.until_over(models))
     for _ in range(9):
         await asyncio.sleep(0)
     assert not over.done()

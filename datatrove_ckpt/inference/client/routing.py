@@ -300,8 +300,8 @@ class Router:
 
     @property
     def closed(self) -> bool:
-        """A stop is requested: no further attempt will start, and requests wait."""
-        return self._shutdown.is_requested
+        """The rank stops: no further attempt will start, and requests wait."""
+        return self._shutdown.is_stopping
 
     async def acquire(self, request: Request) -> Target:
         """A target for one attempt. Pass it to ``release`` afterwards.
@@ -333,7 +333,7 @@ class Router:
 
     def admit(self) -> None:
         """Assign targets to requests that wait, while there are free ones."""
-        if self._shutdown.is_requested:
+        if self._shutdown.is_stopping:
             return
         if self._quarantine.was_used:
             self._admit_quarantined()
@@ -387,7 +387,7 @@ class Router:
 
     def _free(self) -> Target | None:
         """The least busy target that can take a request."""
-        if self._in_flight >= self._limit or self._shutdown.is_requested:
+        if self._in_flight >= self._limit or self._shutdown.is_stopping:
             return None
         return _least_busy([t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit])
 

@@ -249,7 +249,7 @@ class ServerSupervisor:
             cause = await self._until_death()
             self._tell("death", cause)
             await self.client.disconnect(self.target)
-            if self.shutdown.is_requested:
+            if self.shutdown.is_stopping:
                 # A cluster signals the server, too, so it may end before we do.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
@@ -287,7 +287,7 @@ class ServerSupervisor:
     async def _restart(self, cause: str) -> None:
         while True:
             await asyncio.sleep(self._next_backoff(cause))
-            if self.shutdown.is_requested:
+            if self.shutdown.is_stopping:
                 await wait_until_cancelled()
             self.restarts += 1
             try:
@@ -387,7 +387,7 @@ class ServerSupervisor:
             self._probing = asyncio.create_task(self._run_probes())
         self._probed_since = max(self._probed_since, since)
         await asyncio.wait([self._probing])
-        if self.shutdown.is_requested:
+        if self.shutdown.is_stopping:
             return  # nothing is sent again, so it does not matter whether the server accepts new requests
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110

@@ -1,0 +1,194 @@
+"""A rank that fails: requests in flight are answered and kept before it ends, as when a signal stops it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    DocumentFailed,
+    ServerRefused,
+    ServerUnavailable,
+    StorageFailed,
+)
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.integration.test_preemption import DRAINS, when_logged
+from tests.jobs import config, documents, rejects, runner, writer
+
+DOCUMENTS, AT_ONCE = 40, 20
+
+
+def payload(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+async def twice(document: Document, generate: Any) -> Any:
+    first = await generate(payload(document.text))
+    return [first.text, (await generate(payload(f"{document.text} again"))).text]
+
+
+async def with_a_typo(document: Document, generate: Any) -> Any:
+    first = await generate(payload(document.text))
+    if document.id == "id 4":
+        raise NameError("name 'fisrt' is not defined")
+    return [first.text, (await generate(payload(f"{document.text} again"))).text]
+
+
+def step_of(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> InferenceRunner:
+    changes.setdefault("config", {"max_concurrent_generations": AT_ONCE})
+    return runner(folder, server, rollout, accept_changes=True, **changes)
+
+
+def undisturbed(folder: Path) -> tuple[Counter[str], dict[str, bytes]]:
+    with FakeServer() as server:
+        step_of(folder, server, twice).run(documents(DOCUMENTS))
+        return server.asked, outputs(folder / "output")
+
+
+def others_wait(payload: dict[str, Any], times: int) -> float:
+    """The document that fails has its answer first."""
+    return 0.05 if payload["messages"][-1]["content"] == "text 4" else 0.3
+
+
+@pytest.mark.parametrize("status", [None, 400, 401])
+def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path: Path, status: int | None) -> None:
+    """Of an error in a rollout, a rejected request, and a server that refuses every request."""
+    refuses = rejects(["text 4"], status) if status is not None else lambda payload, times: None
+    with FakeServer(delay=others_wait, status=refuses) as server:
+        with pytest.raises(ServerRefused if status == 401 else DocumentFailed) as failed:
+            step_of(tmp_path, server, twice if status else with_a_typo).run(documents(DOCUMENTS))
+        if status != 401:
+            assert "The answers of other documents are saved." in str(failed.value)
+        assert sum(server.asked.values()) == AT_ONCE
+        server._status = lambda payload, times: None
+        step_of(tmp_path, server, twice, retry_errors=True).run(documents(DOCUMENTS))
+        asked, files = undisturbed(tmp_path / "undisturbed")
+        assert server.asked == asked + Counter({"text 4": int(status is not None)})
+        assert outputs(tmp_path / "output") == files
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["asks again", "drops it"])
+def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(tmp_path: Path, drops: bool) -> None:
+    async def hides(document: Document, generate: Any) -> Any:
+        try:
+            return (await generate(payload(document.text))).text
+        except Exception:
+            return None if drops else await generate(payload("once more"))
+
+    with FakeServer(delay=others_wait, status=rejects(["text 4"], 401)) as server:
+        with pytest.raises(ServerRefused):
+            step_of(tmp_path, server, hides, on_document_error="dead_letter").run(documents(30))
+        server._status = lambda payload, times: None
+        step = step_of(tmp_path, server, hides, on_document_error="dead_letter")
+        step.run(documents(30))
+        assert server.asked == Counter({f"text {index}": 1 for index in range(30)}) + Counter({"text 4": 1})
+        assert sum(line.count(b"\n") for line in outputs(tmp_path / "output").values()) == 30
+
+
+def test_a_second_error_is_ignored_beside_the_first(tmp_path: Path) -> None:
+    async def all_fail(document: Document, generate: Any) -> Any:
+        await generate(payload(document.text))
+        raise NameError(f"in {document.id}")
+
+    with FakeServer(delay=others_wait) as server:
+        with pytest.raises(DocumentFailed, match="in id 4"):
+            step_of(tmp_path, server, all_fail).run(documents(DOCUMENTS))
+        step_of(tmp_path, server, twice).run(documents(DOCUMENTS))
+        assert server.asked == undisturbed(tmp_path / "undisturbed")[0]
+
+
+@pytest.mark.parametrize("second_model", ["judge refuses", "judge is away"])
+def test_the_requests_of_the_other_model_are_waited_for(tmp_path: Path, second_model: str) -> None:
+    async def judged(document: Document, generate: Any) -> Any:
+        if int(document.id.split()[1]) % 2:
+            return (await generate.judge(payload(f"judge {document.text}"))).text
+        return (await generate(payload(document.text))).text
+
+    away = second_model == "judge is away"
+    with (
+        FakeServer(delay=lambda payload, times: 1.0) as writes,
+        FakeServer(status=lambda payload, times: 503 if away else 401) as judges,
+    ):
+        settings = {"max_concurrent_generations": AT_ONCE}
+        models = {"writer": config(writes, **settings), "judge": config(judges, server_patience_seconds=0.1)}
+        step = InferenceRunner(
+            judged, models, checkpoints_local_dir=str(tmp_path / "checkpoints"), output_writer=writer(tmp_path)
+        )
+        with pytest.raises(ServerUnavailable if away else ServerRefused):
+            step.run(documents(20))
+        judges._status = lambda payload, times: None
+        models["judge"] = config(judges)
+        step.run(documents(20))
+        assert set(writes.asked.values()) == {1}
+
+
+def test_a_server_that_is_away_is_not_waited_for(tmp_path: Path) -> None:
+    answered: list[str] = []
+
+    def status(payload: dict[str, Any], times: int) -> int:
+        answered.append(payload["messages"][-1]["content"])
+        return 503
+
+    with FakeServer(status=status, delay=lambda payload, times: 5.0 * (payload == held)) as server:
+        held = {**payload("text 0"), "model": "fake"}
+        step = step_of(tmp_path, server, twice, drain_seconds=600.0, config={"server_patience_seconds": 0.1})
+        with pytest.raises(ServerUnavailable):
+            step.run(documents(4))
+        assert server.asked["text 0"] == 1
+        assert "text 0" not in answered
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_ends_the_drain(tmp_path: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datatrove_ckpt.process.preemption.SAME_EVENT", -1.0)
+    with FakeServer(hold_after=5) as server:
+        step = step_of(tmp_path, server, with_a_typo, drain_seconds=600.0)
+        with when_logged(DRAINS, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(DocumentFailed):
+            step.run(documents(DOCUMENTS))
+        assert handled == [signal.SIGTERM]
+
+
+def test_after_drain_seconds_the_rank_ends(tmp_path: Path, log: list[str]) -> None:
+    with FakeServer(hold_after=5) as server, pytest.raises(DocumentFailed, match="fisrt"):
+        step_of(tmp_path, server, with_a_typo, drain_seconds=0.2).run(documents(DOCUMENTS))
+    (line,) = [line for line in log if DRAINS in line]
+    assert "The rank has failed (DocumentFailed): " in line
+    assert "have 0.2 s to be answered; a signal ends the wait at once." in line
+
+
+def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise StorageFailed("No space left on device.")
+
+    monkeypatch.setattr("datatrove_ckpt.checkpoint.open_checkpoint.OpenCheckpoint.put_answer", full)
+    with FakeServer(hold_after=5) as server, pytest.raises(CkptError, match="No space"):
+        step_of(tmp_path, server, with_a_typo, drain_seconds=600.0).run(documents(DOCUMENTS))
+
+
+def test_a_rollout_that_swallows_what_stops_its_rank_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    async def swallows(document: Document, generate: Any) -> Any:
+        while document.id == "id 4":
+            with suppress(Exception):
+                await generate("no payload")
+        return (await generate(payload(document.text))).text
+
+    with FakeServer() as server, pytest.raises(ConfigError, match="generate takes a payload"):
+        step_of(tmp_path, server, swallows).run(documents(DOCUMENTS))

@@ -275,7 +275,7 @@ class Requests(Ways):
         try:
             self._answers.request_started()
             try:
-                client = model.client.result() if model.client.done() else await asyncio.shield(model.client)
+                client = model.client.result() if model.client.done() else await model.observer.until(model.client)
                 if model.batches is not None and way.is_shared:
                     completion = await model.batches.complete(client, payload, way, self._answers)
                 else:

@@ -41,7 +41,7 @@ from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.shard import SkippedLines
@@ -61,17 +61,33 @@ class ModelObserver:
     Attributes:
         own: what this attempt did.
         clients: of the models whose servers are ready.
+        early: requests that wait because they are not.
         answered_at: when the last answer came, as ``time.monotonic`` says.
     """
 
     def __init__(self) -> None:
         self.own = WorkCounts()
         self.clients: list[CompletionClient] = []
+        self.early = 0
         self.answered_at = time.monotonic()
+        self._outages: list[Outage] = []
+
+    def waits(self, outage: Outage) -> None:
+        """The outage clock of a model, whose servers are waited for."""
+        self._outages.append(outage)
+
+    async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
+        """Returns once the model's servers are ready, for which a request waits."""
+        self.early += 1
+        try:
+            return await asyncio.shield(client)
+        finally:
+            self.early -= 1
 
     def serving(self, client: CompletionClient) -> None:
         """Requests to a model go through this client from now on."""
         self.clients.append(client)
+        self._outages.append(client.outage)
         self.answered_at = time.monotonic()
 
     def answered(self, completion: Completion) -> None:
@@ -88,7 +104,8 @@ class ModelObserver:
 
     def silence(self) -> Silence:
         """Of the model that has given no answer for the longest time."""
-        return max(map(_silence, self.clients), default=Silence())
+        found = [Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model) for one in self._outages]
+        return max(found, default=Silence())
 
 
 class RankReporter(ModelObserver):
@@ -206,12 +223,15 @@ class RankReporter(ModelObserver):
     def _state(self) -> str:
         if self._shutdown.is_stopping:
             return "stopping"
-        if not self.clients:
-            return READING if self._source is not None and not self._source.handed_over else WAITING
+        if not self.clients and self._source is not None and not self._source.handed_over:
+            return READING
         for name, model in self._models.items() or [("", self)]:
             silent, waiting = time.monotonic() - model.answered_at, [one.stats for one in model.clients]
-            if silent >= _SILENCE_SECONDS and any(stats.in_flight or stats.pausing for stats in waiting):
+            is_open = not waiting and model.silence().seconds
+            if silent >= _SILENCE_SECONDS and (is_open or any(stats.in_flight or stats.pausing for stats in waiting)):
                 return f"no answer {f'from {name} ' if name else ''}for {duration(silent)}"
+            if not waiting and (model.early or not self.clients):
+                return WAITING + (f" of {name}" if self.clients else "")
         return ""
 
     # the history -------------------------------------------------------------------------------------------------
@@ -239,11 +259,14 @@ class RankReporter(ModelObserver):
         own = replace(self.own, errors=dict(self.own.errors))
         found = history_records.Progress(own=own, position=self.position())
         found.in_flight, found.waiting = _add_attempts(own, self.clients)
+        found.waiting += sum(one.early for one in (self, *self._models.values()))
         found.silence = self.silence()
         for name, model in self._models.items():
             work = replace(model.own, errors={})
             in_flight, waiting = _add_attempts(work, model.clients)
-            found.models[name] = ModelWork(own=work, in_flight=in_flight, waiting=waiting, silence=model.silence())
+            found.models[name] = ModelWork(
+                own=work, in_flight=in_flight, waiting=waiting + model.early, silence=model.silence()
+            )
         return found
 
     def spread(self) -> Spread:
@@ -277,17 +300,16 @@ def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tupl
     return sum(stats.in_flight for stats in found), waiting
 
 
-def _silence(client: CompletionClient) -> Silence:
-    outage = client.outage
-    return Silence(round(outage.seconds, 1), outage.patience, outage.unreachable, outage.model)
-
-
 class _ModelReporter(ModelObserver):
     """One of a rank's models: tells the rank, and counts for itself."""
 
     def __init__(self, rank: RankReporter) -> None:
         super().__init__()
         self._rank = rank
+
+    def waits(self, outage: Outage) -> None:
+        super().waits(outage)
+        self._rank.waits(outage)
 
     def serving(self, client: CompletionClient) -> None:
         super().serving(client)

@@ -205,7 +205,9 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     configs=step.models,
                     checkpoint=checkpoint,
-                    connect=lambda config: connect(config, rank, preemption.shutdown, progress.server, models),
+                    connect=lambda config: connect(
+                        config, rank, preemption.shutdown, progress.server, models, progress.of(config).waits
+                    ),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,

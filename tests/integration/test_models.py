@@ -24,6 +24,8 @@ import yaml
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint import history_records
+from datatrove_ckpt.checkpoint.history_records import Progress
 from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.models import models_of
@@ -42,7 +44,10 @@ from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.transport import ExchangeFailed
+from datatrove_ckpt.inference.servers import connect
 from datatrove_ckpt.maintenance.run_state import SCHEMA
+from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.commands import Command
@@ -247,6 +252,55 @@ def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
             documents(3)
         )
     assert not letters(here)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later(
+    here: Path,
+    writes: FakeServer,
+    judges: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
+    several: bool,
+) -> None:
+    """It answers once a line of the history tells of it, and the screen too."""
+    monkeypatch.setattr(history_records, "_LASTS", 0.2)
+    monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "_SILENCE_SECONDS", 0.4)
+    policy("ENDPOINT", first=0.01, longest=0.02)
+    states, get, now = [], connect._get, RankReporter.now
+    history = here / "checkpoints/00000/history.jsonl"
+
+    def lines() -> list[Progress]:
+        return [one for one in read_history(history).records if isinstance(one, Progress) and one.silence.lasts]
+
+    async def away(target: Any, *settings: Any) -> Any:
+        if str(judges.url) in str(target) and not (lines() and states[-1].startswith("no answer")):
+            raise ExchangeFailed("no connection")
+        return await get(target, *settings)
+
+    def shown(rank: RankReporter) -> RankProgress:
+        states.append(now(rank).state)
+        return now(rank)
+
+    monkeypatch.setattr(connect, "_get", away)
+    monkeypatch.setattr(RankReporter, "now", shown)
+    if several:
+        runner(here, writes, judges).run(documents(1))
+    else:
+        run = InferenceRunner(ask, config(judges), writer(here), checkpoints_local_dir="checkpoints")
+        run.run(documents(1))
+    (line,) = lines()
+    assert line.silence[1:] == (60.0, True, "judge" * several)
+    assert line.waiting == 1
+    if several:
+        assert line.models["judge"].silence == line.silence
+        assert (line.models["judge"].waiting, line.models["writer"].waiting) == (1, 0)
+    name = "judge" if several else ""
+    assert "waiting for the server" + " of judge" * several in states
+    assert f"no answer {'from judge ' * bool(name)}for " in "".join(states)
+    assert not states[-1]
+    assert not read_history(history).attempts[-1].last.silence.seconds
 
 
 @pytest.mark.parametrize("status", [401, 404])

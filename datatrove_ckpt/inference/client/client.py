@@ -170,6 +170,12 @@ class Outage:
                 logger.info(f"{self._said}Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
+    def begun(self, unreachable: bool, since: float) -> None:
+        """There was no answer. ``since``: when the outage began, unless it has begun already."""
+        self.unreachable = unreachable
+        if self._since is None:
+            self._since = since
+
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
         """A request failed.
 
@@ -179,9 +185,7 @@ class Outage:
         Raises:
             ServerUnavailable: no request was answered for ``patience`` seconds.
         """
-        self.unreachable = failure.unreachable
-        if self._since is None:
-            self._since = self.clock()
+        self.begun(failure.unreachable, self.clock())
         waited = self.seconds
         if failure.server_is_limited and waited >= _WORKS and oldest() >= _WORKS:
             return

@@ -20,7 +20,7 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused, ServerStartFailed, named
-from datatrove_ckpt.inference.client.client import CompletionClient, OnServer, waiting
+from datatrove_ckpt.inference.client.client import CompletionClient, OnServer, Outage, waiting
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
@@ -56,6 +56,7 @@ async def connect(
     shutdown: Shutdown | None = None,
     on_server: OnServer | None = None,
     models: RankModels | None = None,
+    on_outage: Callable[[Outage], None] = lambda outage: None,
 ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
     """The client of a rank's servers, ready for requests, and a coroutine function that raises when none is left.
 
@@ -65,6 +66,7 @@ async def connect(
         shutdown: of the rank; None: of nobody.
         on_server: gets what happens to servers; None: nobody does.
         models: the rank's, this one among them. None: it is the only one.
+        on_outage: gets the outage clock of endpoints that are waited for before the client is there.
 
     Raises:
         ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and ``ExternalServers.start``.
@@ -72,6 +74,7 @@ async def connect(
     shutdown = shutdown or Shutdown()
     if config.server_type == "endpoint":
         servers = ExternalServers(config)
+        on_outage(servers.outage)
         await servers.start()
         async with CompletionClient(config, servers.urls, servers.api_key, shutdown=shutdown) as client:
             client.on_server = on_server or client.on_server
@@ -102,12 +105,16 @@ class ExternalServers:
     Args:
         config: ``endpoint_url``, the key, and the ready window, of which at most ``server_patience_seconds`` count.
 
+    Attributes:
+        outage: since when ``start`` has had no answer.
+
     Raises:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
 
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
+        self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
         self._headers = self.api_key.headers() if self.api_key is not None else None
@@ -128,7 +135,7 @@ class ExternalServers:
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
-        window, said = ready_window(self.config), self.config.said
+        window, said = self.outage.patience, self.config.said
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
@@ -136,6 +143,7 @@ class ExternalServers:
             answers = await self.ask()
             causes = self._causes(answers)
             if len(causes) < len(answers):
+                self.outage.answered()
                 if said_at >= started:
                     logger.info(f"{said}An endpoint answers, after {time.monotonic() - started:.0f} s.")
                 if causes:
@@ -145,7 +153,8 @@ class ExternalServers:
                     )
                 self.urls = [answer.api for answer in answers if answer.api is not None]
                 return
-            failures += 1
+            failures, unreachable = failures + 1, ": HTTP " not in causes[0]
+            self.outage.begun(unreachable, started)
             delay = retrying.ENDPOINT.wait(failures)
             now = time.monotonic()
             if now + delay > started + window:
@@ -157,7 +166,7 @@ class ExternalServers:
             # One that refuses connections is tried again at once; one that is silent has taken its time already.
             if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
                 said_at = now
-                logger.warning(said + waiting(causes[0], ": HTTP " not in causes[0], now - started, window))
+                logger.warning(said + waiting(causes[0], unreachable, now - started, window))
             await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:

@@ -47,8 +47,8 @@ class InferenceRunner(Step):
             to keep nothing between documents; otherwise documents are counted. True: you know that they keep nothing.
         sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it. "auto": 2 % of the
             storage thread's time, from 0.1 to 30 seconds.
-        drain_seconds: time for requests in flight once a signal, error or time limit stops the rank. A second signal ends
-            it.
+        drain_seconds: time for requests in flight once a signal, an error or a time limit stops the rank. A second
+            signal ends it.
         drain_signals: signals that ask a rank to stop. Afterwards each is raised again for the handler that was there
             before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.

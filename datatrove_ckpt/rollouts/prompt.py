@@ -115,6 +115,15 @@ class PromptRollout(OneRequest):
             return nullcontext([])
         return parts_of(document, self._media_settings())
 
+    async def try_media(self, document: Document) -> None:
+        """Makes the parts for a document's media, and asks nothing.
+
+        Raises:
+            ConfigError, InvalidMedia: see ``parts_of``.
+        """
+        async with self._media(document):
+            pass
+
     def drop_sent(self, document: Document) -> None:
         """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""
         if self.images not in (None, MEDIA) and self.images in document.metadata:

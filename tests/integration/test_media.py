@@ -515,6 +515,17 @@ def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
     assert output["media"][0]["id"] == "m0"
 
 
+def test_doctor_reads_the_first_documents_pictures(server: FakeServer, command: Command, here: Path) -> None:
+    rollout = "{class_path: PromptRollout, init_args: {images: image, media_folder: pages}}"
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout))
+    Path("input/0.jsonl").write_text(json.dumps({"id": "id 0", "text": "page", "image": "0.png"}))
+    Path("pages").mkdir()
+    found = command("doctor", "job.yaml", code=1)
+    assert "The first document, 'id 0': images: medium 1 (0.png) cannot be read" in found.out
+    Path("pages/0.png").write_bytes(picture())
+    command("doctor", "job.yaml")
+
+
 # memory ---------------------------------------------------------------------------------------------------------------
 
 

@@ -365,9 +365,10 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
     given = str(runner.step.checkpoints_local_dir)
     shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
-    next_step = (
-        f"To retry the dead letters: {command}{retry}" if counts.dead else f"To check the files: {_verify(shown)}"
-    )
+    next_step = f"To check the files: {_verify(shown)}"
+    if counts.dead:
+        seen = shlex.join(["datatrove-ckpt", "show", str(shown), "--dead"])
+        next_step = f"To see the dead letters: {seen}. To retry them: {command}{retry}"
     none = ""
     if counts.dead == counts.read:
         ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))

@@ -251,7 +251,10 @@ def test_the_last_line_says_what_can_be_done_next(run: Run) -> None:
     shutil.rmtree("logs")
     command = "datatrove-ckpt run job.yaml --executor.tasks=1 --pipeline.1.skip_bad_requests=true"
     line = run(*command.split()[3:])
-    assert line.endswith(f"To retry the dead letters: {command} --retry-dead-letters\n")
+    assert line.endswith(
+        "To see the dead letters: datatrove-ckpt show checkpoints --dead. "
+        f"To retry them: {command} --retry-dead-letters\n"
+    )
     error = run("--executor.tasks=1", "--pipeline.1.rollout_fn.prompt=Sing {text}", code=1)
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
 

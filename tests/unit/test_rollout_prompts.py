@@ -263,3 +263,7 @@ def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
         assert not vars(fitted).keys() - {
             "prompt", "system_prompt", "generation_params", "max_chars_per_part", "separator", "parallel"
         }  # fmt: skip
+
+
+def test_a_column_that_is_named_as_a_field_of_documents_is_not_suggested() -> None:
+    assert "Did you mean" not in str(templates.lacks(Document("text", "a"), "images", "text"))

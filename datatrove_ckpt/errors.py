@@ -222,6 +222,8 @@ class ServerRefused(ServerError):
     ``accept_null_finish_reason``: see docs/servers.md.
     """
 
+    status: int | None = None
+
 
 class RequestError(CkptError):
     """Base of the errors about one request."""

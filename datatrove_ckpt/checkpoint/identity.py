@@ -353,6 +353,16 @@ def records(changes: Iterable[Change]) -> list[Json]:
     return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
 
 
+def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
+    """Field, old and new value, as short JSON, of changes that were accepted, each once. Not: where the output is."""
+    found = {
+        (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
+        for change in changes
+        if change.get("field") != "output_folder"
+    }
+    return list(found)
+
+
 def _shown(identity: Json, name: str) -> str:
     if name not in identity:
         return "(not set)"

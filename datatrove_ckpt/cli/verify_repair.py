@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
+from datatrove_ckpt.checkpoint.identity import mixed_settings
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import announce, as_json, say
@@ -42,7 +43,12 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text = as_json(_as_json(report, arguments.full, code))
     else:
-        text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), _verdict(report, arguments.full)])
+        mixed = [
+            f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
+            for name, old, new in mixed_settings(checks.accepted_changes(*report.ranks))
+        ]
+        verdict = _verdict(report, arguments.full)
+        text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), *mixed, verdict])
     say(place.said(text))
     return code
 

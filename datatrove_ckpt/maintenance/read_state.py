@@ -30,7 +30,7 @@ from datatrove_ckpt.checkpoint.history_log import (
     downtime,
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
@@ -88,6 +88,10 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         raise not_permitted(place.folder, error) from None
     run = _first_run(state.ranks)
     state.identity = {"format": run["format"], **settings_in(run)} if run else {}
+    changes = run.get("accepted_changes", [])
+    with suppress(CheckpointError, OSError):
+        changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
+    state.mixed = mixed_settings(changes)
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
     job = _sort_out(state, place)
     find_slow(state.ranks)

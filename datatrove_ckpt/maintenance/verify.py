@@ -106,7 +106,7 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
     runs = [rank.run for rank in ranks if rank.run]
     found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
     # Ranks that were complete when the user moved the output still name the old place.
-    left = {change.get("old") for change in _accepted(*ranks) if change.get("field") == "output_folder"}
+    left = {change.get("old") for change in accepted_changes(*ranks) if change.get("field") == "output_folder"}
     if found:
         recorded = next((folder for folder in found if folder not in left), found[0])
         now, other = checkpoints.absolute().with_name("output"), other_run(checkpoints, recorded)
@@ -228,7 +228,7 @@ def _check_settings(report: Report) -> None:
         usual, *others = sorted(variants.values(), key=len, reverse=True)
         for rank in (rank for variant in others for rank in variant):
             known = defaultdict[str, set[bytes]](set)
-            for change in _accepted(rank, usual[0]):
+            for change in accepted_changes(rank, usual[0]):
                 name = str(change.get("field"))
                 known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
             changes = compare(usual[0].run, RunIdentity(rank.settings))
@@ -240,9 +240,9 @@ def _check_settings(report: Report) -> None:
             report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
-def _accepted(*ranks: RankLedger) -> list[Json]:
+def accepted_changes(*ranks: RankLedger) -> list[Json]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
-    found = [change for rank in ranks for change in rank.run.get("accepted_changes", [])]
+    found = [change for rank in ranks if rank.run for change in rank.run.get("accepted_changes", [])]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):
         found += read_run(job).get("accepted_changes", []) if job.exists() else []

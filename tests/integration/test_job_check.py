@@ -154,7 +154,7 @@ def finish_one_task(run: Run) -> None:
     assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
 
 
-def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run) -> None:
+def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run, command: Command) -> None:
     finish_one_task(run)
     error = run(OTHER_MODEL, code=1)
     assert 'model: "fake" -> "other"' in error
@@ -166,6 +166,10 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run) -> 
     assert "12 of 12 documents" in line
     assert {payload["model"] for payload in run.server.payloads} == {"other"}
     assert "12 of 12 documents" in run(OTHER_MODEL), "what was accepted once is not refused later"
+    mixed = 'accept_changes: model was "fake" for some of the documents, and "other" for others.\n'
+    assert mixed in command("verify", "checkpoints").out
+    command("report", "checkpoints", "--output", "report.html")
+    assert "Changed with accept_changes" in Path("report.html").read_text()
     assert 'model: "other" -> "fake"' in run(code=1)
 
 

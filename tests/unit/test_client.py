@@ -314,6 +314,7 @@ def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     assert isinstance(outcome.result, ServerRefused)
     for word in (str(status), "org/model", "no way", "/v1/chat/completions", "endpoint_url" if status < 401 else ""):
         assert word in str(outcome.result)
+    assert outcome.stats.errors == {f"HTTP {status}": 1}
     assert len(outcome.server.requests) == 1
 
 

@@ -123,16 +123,22 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
 def test_of_several_models_each_has_its_own() -> None:
     now = metrics()
     models = {
-        name: ModelWork(own=WorkCounts(requests=number, failed=1, prompt_tokens=2, restarts=3), in_flight=4, waiting=5)
+        name: ModelWork(
+            WorkCounts(), WorkCounts(requests=number, failed=1, retries=5, prompt_tokens=2, restarts=3), 4, 5
+        )
         for name, number in (("writer", 7), ("judge", 8))
     }
     text = exposition([replace(now, progress=replace(now.progress, models=models))]).decode()
     found = re.findall(
-        r'^datatrove_ckpt_model_(\w+)\{model_name="judge",(?:(?:outcome|type)="(\w+)",)?.*\} (\S+)$', text, re.M
+        r'^datatrove_ckpt_model_(\w+)\{(?:cause="(\w+)",)?model_name="judge",(?:(?:outcome|type)="(\w+)",)?.*\} (\S+)$',
+        text,
+        re.M,
     )
-    assert found == [
+    assert [(name, cause + kind, value) for name, cause, kind, value in found] == [
         ("requests_total", "answered", "8.0"),
         ("requests_total", "failed", "1.0"),
+        ("request_retries_total", "error", "5.0"),
+        ("request_retries_total", "server_lost", "0.0"),
         ("requests_in_flight", "", "4.0"),
         ("requests_waiting", "", "5.0"),
         ("unanswered_seconds", "", "0.0"),

@@ -95,6 +95,9 @@ _METRICS |= {
     "model_requests_total": Metric(
         "counter", "Of several models: requests of this attempt that ended at a server.", ("model_name", "outcome")
     ),
+    "model_request_retries_total": Metric(
+        "counter", "Of several models: requests sent again in this attempt.", ("model_name", "cause")
+    ),
     "model_requests_in_flight": Metric("gauge", "Requests that the model's servers work on now.", ("model_name",)),
     "model_requests_waiting": Metric("gauge", "Requests that wait for the model's servers now.", ("model_name",)),
     "model_unanswered_seconds": Metric(
@@ -164,7 +167,7 @@ class RankNow:
             "requests_waiting": total.waiting,
             "unanswered_seconds": total.silence.seconds,
             "request_attempts_total": own.sent,
-            "request_retries_total": {("error",): own.retries, ("server_lost",): own.resent},
+            "request_retries_total": _retries(own),
             "request_errors_total": {(kind,): count for kind, count in own.errors.items()},
             "cache_hits_total": own.cached,
             "tokens_total": _tokens(own),
@@ -180,11 +183,14 @@ def _of_models(models: Mapping[str, ModelWork]) -> dict[str, Values]:
     """Nothing of a single model: its numbers are those of the rank."""
     requests: dict[tuple[str, ...], float] = {}
     tokens: dict[tuple[str, ...], float] = {}
+    retries: dict[tuple[str, ...], float] = {}
     for name, model in models.items():
         requests |= {(name, "answered"): model.own.requests, (name, "failed"): model.own.failed}
         tokens |= {(name, *kind): count for kind, count in _tokens(model.own).items()}
+        retries |= {(name, *cause): count for cause, count in _retries(model.own).items()}
     found: dict[str, Values] = {
         "model_requests_total": requests,
+        "model_request_retries_total": retries,
         "model_requests_in_flight": {(name,): model.in_flight for name, model in models.items()},
         "model_requests_waiting": {(name,): model.waiting for name, model in models.items()},
         "model_unanswered_seconds": {(name,): model.silence.seconds for name, model in models.items()},
@@ -192,6 +198,10 @@ def _of_models(models: Mapping[str, ModelWork]) -> dict[str, Values]:
         "model_server_restarts_total": {(name,): model.own.restarts for name, model in models.items()},
     }
     return found
+
+
+def _retries(counts: WorkCounts) -> dict[tuple[str, ...], float]:
+    return {("error",): counts.retries, ("server_lost",): counts.resent}
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:

@@ -397,8 +397,8 @@ class CompletionClient:
                 if request.is_shared and request.is_quarantined:
                     raise MustDivide from None
                 continue
-            except RequestRejected as error:
-                self.stats.errors[f"HTTP {error.status}"] += 1
+            except (RequestRejected, ServerRefused) as error:
+                self.stats.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1

@@ -139,10 +139,12 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
     if status in retrying.SERVER.retried:
         wait = parse_retry_after(response.retry_after)
         return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
-    return ServerRefused(
+    refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"
     )
+    refused.status = status
+    return refused
 
 
 def _hint(status: int, url: HiddenUrl, text: str) -> str:

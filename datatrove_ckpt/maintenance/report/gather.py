@@ -305,6 +305,7 @@ def _tables(
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
+    yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
 
 
 def _documents(documents: Sequence[ShownDocument]) -> Table:

@@ -121,11 +121,9 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
 
 
 def test_of_several_models_each_has_its_own() -> None:
-    now = metrics()
+    now, counts = metrics(), {"failed": 1, "retries": 5, "prompt_tokens": 2, "restarts": 3}
     models = {
-        name: ModelWork(
-            WorkCounts(), WorkCounts(requests=number, failed=1, retries=5, prompt_tokens=2, restarts=3), 4, 5
-        )
+        name: ModelWork(own=WorkCounts(requests=number, **counts), in_flight=4, waiting=5)
         for name, number in (("writer", 7), ("judge", 8))
     }
     text = exposition([replace(now, progress=replace(now.progress, models=models))]).decode()

@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.syntax import parse
-from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.templates import fill, lacks, prompt_source
 
@@ -76,6 +76,20 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
         images = getattr(rollout_fn, "images", None)
         if images not in (None, MEDIA, *document.metadata):
             raise lacks(document, "images", images)
+
+
+async def try_media(rollout_fn: Rollout, document: Document) -> None:
+    """Makes what a ready-made rollout would send of the document's pictures, sound and files.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(rollout_fn, PromptRollout):
+        try:
+            async with rollout_fn.media_parts(document):
+                pass
+        except InvalidMedia as error:
+            raise ConfigError(f"The first document, {document.id!r}: {error}.") from error
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:

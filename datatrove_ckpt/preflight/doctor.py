@@ -24,11 +24,11 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import existing_part, expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError, DocumentNotSerializable
+from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
 from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.user_code import check_first
+from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
@@ -56,7 +56,6 @@ from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
-from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout
 from datatrove_ckpt.runner import InferenceRunner
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -130,13 +129,9 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
 
 def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     if look.sample.first and runner.index == 1 and runner.step.on_document_error == "stop":
-        first, rollout = decode(look.sample.first), runner.step.rollout_fn
-        check_first(rollout, first)
-        if isinstance(rollout, PromptRollout):
-            try:
-                asyncio.run(rollout.try_media(first))
-            except InvalidMedia as error:
-                raise ConfigError(f"The first document, {first.id!r}: {error}.") from error
+        first = decode(look.sample.first)
+        check_first(runner.step.rollout_fn, first)
+        asyncio.run(try_media(runner.step.rollout_fn, first))
     yield from ()
 
 

@@ -62,7 +62,7 @@ class BestOfRollout(Judged):
         self._refuse_cold(config.default_generation_params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        async with self._media(document) as parts:
+        async with self.media_parts(document) as parts:
             return await self._best(document, generate, parts)
 
     async def _best(self, document: Document, generate: Generate, parts: list[Payload]) -> object:

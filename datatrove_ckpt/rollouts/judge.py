@@ -146,7 +146,7 @@ class JudgeRollout(Judged):
             self.form_for = CANNED
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        async with self._media(document) as parts:
+        async with self.media_parts(document) as parts:
             return await self._scored(document, generate, parts)
 
     async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:

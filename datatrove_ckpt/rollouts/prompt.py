@@ -99,7 +99,7 @@ class PromptRollout(OneRequest):
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         if self.images is None:
             return (await self._ask(generate, [await self._payload(document)]))[0]
-        async with self._media(document) as parts:
+        async with self.media_parts(document) as parts:
             return (await self._ask(generate, [await self._payload(document, parts)]))[0]
 
     def prepare(self) -> None:
@@ -109,20 +109,11 @@ class PromptRollout(OneRequest):
     def _media_settings(self) -> MediaSettings:
         return MediaSettings(self.images or MEDIA, self.max_image_side, self.media_folder)
 
-    def _media(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
+    def media_parts(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
         """The parts of the message beside the text. Files that are read for them count until the end."""
         if self.images is None:
             return nullcontext([])
         return parts_of(document, self._media_settings())
-
-    async def try_media(self, document: Document) -> None:
-        """Makes the parts for a document's media, and asks nothing.
-
-        Raises:
-            ConfigError, InvalidMedia: see ``parts_of``.
-        """
-        async with self._media(document):
-            pass
 
     def drop_sent(self, document: Document) -> None:
         """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.operations import doctor as doctor
+    from datatrove_ckpt.operations import fork as fork
+    from datatrove_ckpt.operations import migrate as migrate
+    from datatrove_ckpt.operations import relocate as relocate
+    from datatrove_ckpt.operations import reshard as reshard
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.rollouts import Ranked as Ranked
@@ -46,6 +51,7 @@ _MODULES = {
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
     "run": "datatrove_ckpt.cli.short_form",
+    **dict.fromkeys(("doctor", "fork", "migrate", "relocate", "reshard"), f"{__name__}.operations"),
 }
 
 __all__ = [*_MODULES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import (
@@ -17,11 +18,25 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.redaction import redact
 
-MIGRATE = "datatrove-ckpt migrate CONFIG --from"
-"""The command that takes over a run of datatrove's own runner, up to its argument. Who knows CONFIG puts it in."""
-RESHARD = "datatrove-ckpt reshard CONFIG --tasks"
-"""The command that deals out what is left, likewise."""
+
+def migrate_command(checkpoints: Path | str) -> str:
+    """The command that takes over a run of datatrove's own runner."""
+    return _on_job("migrate", "--from", str(checkpoints))
+
+
+def reshard_command(tasks: object) -> str:
+    """The command that deals out what is left to this number of tasks."""
+    return _on_job("reshard", "--tasks", str(tasks))
+
+
+def _on_job(command: str, *arguments: str) -> str:
+    """A command on the script that is running, else on CONFIG. Who knows CONFIG puts it in."""
+    main, script = sys.modules["__main__"], next(iter(sys.argv), "")
+    is_script = script.endswith(".py") and hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    own = ["--", *sys.argv[1:]] if is_script and sys.argv[1:] else []
+    return redact(shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", *arguments, *own]))
 
 
 def refuse_missing_run_json(folder: Path) -> None:
@@ -41,7 +56,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if (aside / folder.name).exists() or last_chunk_of(aside / folder.name).exists():
         raise CheckpointMismatch(
             f"{aside} holds this rank as datatrove's own InferenceRunner left it, but {folder} holds no {RUN}: migrate "
-            f"was interrupted. Run it again: {shlex.join([*MIGRATE.split(), str(folder.parent)])}. (To start this rank "
+            f"was interrupted. Run it again: {migrate_command(folder.parent)}. (To start this rank "
             "anew, remove it there, too.)"
         )
     journals = [journal_path(folder, index).name for index in journal_indices(folder)] if folder.is_dir() else []
@@ -55,8 +70,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 def continue_datatroves(checkpoints: Path | str) -> str:
     """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
-    command = shlex.join([*MIGRATE.split(), str(checkpoints)])
     return (
-        f"To continue that run, stop it, and let {command} take it over (with --dry-run it only says what it would "
-        "do). To start anew, choose another checkpoints_local_dir, output_folder and logging_dir."
+        f"To continue that run, stop it, and let {migrate_command(checkpoints)} take it over (with --dry-run it only "
+        "says what it would do). To start anew, choose another checkpoints_local_dir, output_folder and logging_dir."
     )

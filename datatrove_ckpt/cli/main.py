@@ -63,7 +63,9 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    rest, overrides = split_overrides(given)
+    before = given[: given.index("--")] if "--" in given else given
+    own = given[len(before) :] if any(one.endswith(".py") for one in before) else []  # "--" and the script's arguments
+    rest, overrides = split_overrides(given[: len(given) - len(own)])
     parser = make_parser()
     arguments = parser.parse_args(rest)
     from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bare := next((one for one in overrides if "=" not in one), None):
         close = get_close_matches(bare, _own_flags(given), n=1)
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
+    overrides += own
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     if not overrides and getattr(arguments, "config", "") is None:
@@ -315,7 +318,8 @@ def plan() -> None:
     "moves",
     _CONFIG,
     _JSON,
-    _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),
+    _argument("FOLDER", "checkpoints_local_dir of datatrove's run; CONFIG's unless said otherwise", nargs="?"),
+    _argument("FOLDER", "the same", "--from", dest="source"),
     _flag("--dry-run", "say what would be done, document by document, only"),
     _argument("DIR", "of datatrove's run: its log files show whether it is still on", "--logging-dir"),
     _flag(

@@ -77,8 +77,7 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    command = f"{repair_command(*(given or [str(checkpoints)]), output=output)}{' --full' if full else ''}"
-    report = Report(checkpoints, command)
+    report = Report(checkpoints, repair_command(*(given or [str(checkpoints)]), output=output, full=full))
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
         report.sums.add(rank)

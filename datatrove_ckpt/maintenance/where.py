@@ -1,5 +1,5 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the YAML file of the run. Made into a
-folder to read.
+"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file or script. Made into
+a folder to read.
 
 A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
 mirror instead (``Place.said``).
@@ -86,11 +86,16 @@ def with_config(text: str, given: Sequence[str]) -> str:
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file."""
+    """Whether WHAT is a YAML file, or a script."""
     if _URL.match(what):
         return False
     path = Path(what)
-    return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
+    return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
+
+
+def is_script(what: str) -> bool:
+    """Whether WHAT is a Python script."""
+    return Path(what).suffix == ".py" and is_config(what)
 
 
 @contextmanager

@@ -60,6 +60,13 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
+def why_no_runner(pipeline: Iterable[object]) -> str:
+    """A sentence for a pipeline that has datatrove's own ``InferenceRunner``; else ""."""
+    if not any(type(step).__name__ == InferenceRunner.__name__ for step in pipeline):
+        return ""
+    return " Its InferenceRunner is datatrove's own. Change the import: from datatrove_ckpt import InferenceRunner"
+
+
 class RunPlan:
     """A job, as any datatrove executor describes it.
 
@@ -109,7 +116,7 @@ class RunPlan:
         if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
             raise ConfigError(
                 f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                "checkpoints_local_dir."
+                f"checkpoints_local_dir.{'' if found else why_no_runner(self.pipeline)}"
             )
         return found[0]
 

@@ -12,13 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.job_file import is_script, start_command
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import make_executor, read_config, words_of
-from datatrove_ckpt.cli.what import start_command
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.where import is_script, with_config
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
-    if arguments.config is not None and is_script(arguments.config):
+    if is_script(arguments.config):
         raise ConfigError(
             f"{arguments.config}: is a script. Start it: {start_command([arguments.config, *arguments.overrides])}"
         )
@@ -58,7 +57,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.operations import doctor as examine  # a file with a mistake needs none of it
+    from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
+    from datatrove_ckpt.operations import doctor as examine
 
     checks = examine(executor)
     checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.cli.what import script_arguments
+from datatrove_ckpt.cli.job_file import script_arguments
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text, plural
 from datatrove_ckpt.preflight.run_plan import RunPlan, why_no_runner

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.cli.job_file import is_script
 from datatrove_ckpt.cli.yaml_config import (
     ANSWER,
     SHORT_NAMES,
@@ -40,7 +41,6 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.maintenance.where import is_script
 from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]
@@ -120,7 +120,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
-    if path is not None and is_script(path):
+    if is_script(path):
         from datatrove_ckpt.operations import content_of
 
         return content_of(make_executor(path, overrides))
@@ -150,7 +150,7 @@ def make_executor(path: str | None, overrides: list[str]) -> Any:
     Raises:
         ConfigError: the first mistake in it.
     """
-    if path is not None and is_script(path):
+    if is_script(path):
         from datatrove_ckpt.cli.scripts import executor_of
 
         return executor_of(path, overrides)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from datatrove_ckpt.maintenance.where import Place, is_config, is_script, open_place
+from datatrove_ckpt.maintenance.where import Place, is_config, open_place
 
 
 def place_of(
@@ -20,15 +19,3 @@ def place_of(
 
     config = read_config(arguments.what, arguments.overrides, only_look=True)
     return open_place(arguments.what, config, wanted, trusted, arguments.overrides)
-
-
-def script_arguments(words: Sequence[str]) -> list[str]:
-    """The script's own among the words that stand behind it."""
-    return [*words[words.index("--") + 1 :]] if "--" in words else []
-
-
-def start_command(given: Sequence[str]) -> str:
-    """The command that runs a job, named by its file, if there is one, and what stands behind it."""
-    if given and is_script(given[0]):
-        return shlex.join(["python", given[0], *script_arguments(given)])
-    return shlex.join(["datatrove-ckpt", "run", *given])

@@ -93,11 +93,6 @@ def is_config(what: str) -> bool:
     return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
 
 
-def is_script(what: str) -> bool:
-    """Whether WHAT is a Python script."""
-    return Path(what).suffix == ".py" and is_config(what)
-
-
 @contextmanager
 def open_place(
     what: str,

@@ -69,15 +69,12 @@ class CommitsDamaged(CheckpointCorrupt):
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
 
 
-def repair_command(
-    *what: Path | str, logging_dir: str | None = None, output: str | None = None, full: bool = False
-) -> str:
+def repair_command(*what: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
     """The command that repairs a checkpoint, quoted for a shell."""
     command = ["datatrove-ckpt", "repair", *map(str, what)]
-    options = [] if output is None else ["--output", output]
-    options += [] if logging_dir is None else ["--logging-dir", logging_dir]
-    at = command.index("--") if "--" in command else len(command)  # of a script, its own arguments follow
-    return shlex.join([*command[:at], *options, *(["--full"] if full else []), *command[at:]])
+    command += [] if output is None else ["--output", output]
+    command += [] if logging_dir is None else ["--logging-dir", logging_dir]
+    return shlex.join(command)
 
 
 @dataclass(slots=True)

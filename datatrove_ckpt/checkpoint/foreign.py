@@ -18,7 +18,6 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.redaction import redact
 
 
 def migrate_command(checkpoints: Path | str) -> str:
@@ -34,9 +33,10 @@ def reshard_command(tasks: object) -> str:
 def _on_job(command: str, *arguments: str) -> str:
     """A command on the script that is running, else on CONFIG. Who knows CONFIG puts it in."""
     main, script = sys.modules["__main__"], next(iter(sys.argv), "")
-    is_script = script.endswith(".py") and hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
-    own = ["--", *sys.argv[1:]] if is_script and sys.argv[1:] else []
-    return redact(shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", *arguments, *own]))
+    if not script.endswith(".py") or not hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None:
+        return shlex.join(["datatrove-ckpt", command, "CONFIG", *arguments])
+    own = f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"  # which may hold a secret
+    return shlex.join(["datatrove-ckpt", command, script, *arguments, own])
 
 
 def refuse_missing_run_json(folder: Path) -> None:

@@ -63,9 +63,7 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    before = given[: given.index("--")] if "--" in given else given
-    own = given[len(before) :] if any(one.endswith(".py") for one in before) else []  # "--" and the script's arguments
-    rest, overrides = split_overrides(given[: len(given) - len(own)])
+    rest, overrides = split_overrides(given)
     parser = make_parser()
     arguments = parser.parse_args(rest)
     from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
@@ -74,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bare := next((one for one in overrides if "=" not in one), None):
         close = get_close_matches(bare, _own_flags(given), n=1)
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
-    overrides += own
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     if not overrides and getattr(arguments, "config", "") is None:

@@ -27,7 +27,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from datatrove_ckpt.checkpoint.job import tasks_of
-from datatrove_ckpt.cli.job_file import is_script
 from datatrove_ckpt.cli.yaml_config import (
     ANSWER,
     SHORT_NAMES,
@@ -41,6 +40,7 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.maintenance.where import is_script
 from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]

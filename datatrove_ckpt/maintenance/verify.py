@@ -77,7 +77,8 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    report = Report(checkpoints, repair_command(*(given or [str(checkpoints)]), output=output, full=full))
+    command = f"{repair_command(*(given or [str(checkpoints)]), output=output)}{' --full' if full else ''}"
+    report = Report(checkpoints, command)
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
         report.sums.add(rank)

@@ -60,11 +60,9 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
-def why_no_runner(pipeline: Iterable[object]) -> str:
-    """A sentence for a pipeline that has datatrove's own ``InferenceRunner``; else ""."""
-    if not any(type(step).__name__ == InferenceRunner.__name__ for step in pipeline):
-        return ""
-    return " Its InferenceRunner is datatrove's own. Change the import: from datatrove_ckpt import InferenceRunner"
+def has_runner(executor: PipelineExecutor) -> bool:
+    """Whether an executor has an ``InferenceRunner``, ours or datatrove's."""
+    return any(InferenceRunner.__name__ in (one.__name__ for one in type(step).__mro__) for step in executor.pipeline)
 
 
 class RunPlan:
@@ -114,9 +112,11 @@ class RunPlan:
             ConfigError: there is none, or several, or it keeps no checkpoints.
         """
         if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
+            is_theirs = not found and has_runner(self._executor)
+            why = " That of datatrove does not count: from datatrove_ckpt import InferenceRunner." if is_theirs else ""
             raise ConfigError(
                 f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                f"checkpoints_local_dir.{'' if found else why_no_runner(self.pipeline)}"
+                f"checkpoints_local_dir.{why}"
             )
         return found[0]
 

@@ -1,4 +1,4 @@
-"""What the commands ``migrate``, ``reshard``, ``fork``, ``relocate`` and ``doctor`` do, for an executor of a script.
+"""What the commands ``migrate``, ``fork``, ``relocate`` and ``doctor`` do, for an executor of a script.
 
 None of them runs the executor; all may be datatrove's or ours. They print nothing, and return what they found. Of Slurm
 they ask nothing: cancel what waits in a queue first.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.identity import Change, compare
-from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance import fork as forks
@@ -27,8 +25,6 @@ from datatrove_ckpt.maintenance.where import Place, open_place, restored, upload
 from datatrove_ckpt.preflight.checks import Finding
 from datatrove_ckpt.preflight.doctor import examine
 from datatrove_ckpt.preflight.migration import Findings, Migration
-from datatrove_ckpt.preflight.reshard.run import Resharded
-from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
@@ -39,7 +35,6 @@ NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # their logs are about another r
 def migrate(
     executor: PipelineExecutor,
     folder: str | Path | None = None,
-    *,
     logging_dir: str | None = None,
     lacking_are_dropped: bool = False,
     any_text: bool = False,
@@ -57,24 +52,6 @@ def migrate(
     flags = lacking_are_dropped, any_text, dry_run
     with log_disabled(*NOT_ABOUT_IT):
         return Migration(executor, Path(root).expanduser(), logging_dir, *flags).run()
-
-
-def reshard(executor: PipelineExecutor, tasks: int, *, dry_run: bool = False) -> Resharded:
-    """Deals what is left of a run out to ``tasks`` tasks. Then run the executor with as many.
-
-    Args:
-        executor: of the run. Its own number of tasks may be the old or the new one.
-
-    Raises:
-        CkptError, OSError: see ``reshard`` of ``preflight/reshard/run.py``.
-    """
-    begun = tasks_of(RunPlan(executor).only_runner("reshard").step.checkpoints_root)
-    old = copy(executor)
-    if begun:
-        if getattr(old, "local_tasks", None) == old.tasks:
-            old.local_tasks = begun
-        old.tasks = begun
-    return deal_out(old, tasks, dry_run)
 
 
 def doctor(executor: PipelineExecutor) -> list[Finding]:

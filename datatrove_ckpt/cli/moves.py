@@ -35,6 +35,7 @@ from datatrove_ckpt.operations import NOT_ABOUT_IT, NewRun, forking
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings
 from datatrove_ckpt.preflight.reshard.run import Resharded
+from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -230,7 +231,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     executor = make_executor(arguments.what, arguments.overrides)
     if slurm_submit.submits(executor) and not arguments.dry_run:
         slurm_submit.refuse_queued(executor)
-    found = operations.reshard(executor, arguments.tasks, dry_run=arguments.dry_run)
+    found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
@@ -282,14 +283,8 @@ def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
     executor = make_executor(arguments.config, arguments.overrides)
     try:
-        findings = operations.migrate(
-            executor,
-            arguments.folder or arguments.source,
-            logging_dir=arguments.logging_dir,
-            lacking_are_dropped=arguments.lacking_are_dropped,
-            any_text=arguments.any_text,
-            dry_run=arguments.dry_run,
-        )
+        flags = arguments.lacking_are_dropped, arguments.any_text, arguments.dry_run
+        findings = operations.migrate(executor, arguments.folder or arguments.source, arguments.logging_dir, *flags)
     except OSError as error:
         from datatrove_ckpt.cli.execution import explain  # slow to import
 

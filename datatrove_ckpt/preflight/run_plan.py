@@ -142,6 +142,7 @@ class RunPlan:
 
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
+        ranks = range(self.tasks) if ranks is None else ranks
         found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 

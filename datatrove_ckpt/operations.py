@@ -49,9 +49,8 @@ def migrate(
     The other arguments, and errors: see ``Migration``.
     """
     root = folder or RunPlan(executor).only_runner("migrate").step.checkpoints_root
-    flags = lacking_are_dropped, any_text, dry_run
     with log_disabled(*NOT_ABOUT_IT):
-        return Migration(executor, Path(root).expanduser(), logging_dir, *flags).run()
+        return Migration(executor, Path(root).expanduser(), logging_dir, lacking_are_dropped, any_text, dry_run).run()
 
 
 def doctor(executor: PipelineExecutor) -> list[Finding]:
@@ -98,11 +97,7 @@ def fork(
         CkptError: see ``maintenance/fork.py``.
     """
     new = NewRun.of(executor, type(executor).__name__)
-    with (
-        open_place(str(source), trusted=True) as named,
-        restored(named) as place,
-        forking(place, new, keep_answers) as (_, found, folder),
-    ):
+    with open_place(str(source), trusted=True) as named, forking(named, new, keep_answers) as (_, _, found, folder):
         if not dry_run:
             new.put_in_place(folder)
     return found
@@ -117,10 +112,9 @@ def content_of(executor: PipelineExecutor) -> dict[str, Any]:
 
 
 def _settings(step: InferenceRunner) -> dict[str, object]:
-    folders = {name: getattr(step, name) for name in ("checkpoints_local_dir", "checkpoints_remote_dir")}
     writer = {"init_args": {"output_folder": str(step.output_writer.output_folder.resolve_paths(""))}}
-    found = {name: None if folder is None else str(folder) for name, folder in folders.items()}
-    return {**found, "output_writer": writer, "records_per_chunk": step.records_per_chunk}
+    names = ("checkpoints_local_dir", "checkpoints_remote_dir", "records_per_chunk")
+    return {"output_writer": writer, **{name: getattr(step, name) for name in names}}
 
 
 # the new run of a fork ------------------------------------------------------------------------------------------------
@@ -200,20 +194,21 @@ class NewRun:
 
 
 @contextmanager
-def forking(place: Place, new: NewRun, keep_answers: bool) -> Iterator[tuple[forks.Source, forks.Fork, Path]]:
+def forking(named: Place, new: NewRun, keep_answers: bool) -> Iterator[tuple[Place, forks.Source, forks.Fork, Path]]:
     """Compares the runs, and builds the new one's checkpoint in a folder that is removed at the end.
 
     Raises:
         ConfigError, CkptError: see ``NewRun.compare`` and ``maintenance/fork.py``.
     """
-    source = place.what if place.is_copy else str(place.folder.absolute())
-    forks.check_source(place.folder)
-    run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
-    new.compare(run, place)
-    forks.check_target(place.folder, new.folder)
-    why = run.why_unusable(new.identity) if keep_answers else None
-    with log_disabled(*NOT_ABOUT_IT), forks.built(place.folder, source, new.folder, why) as (found, folder):
-        yield run, found, folder
+    with restored(named) as place, log_disabled(*NOT_ABOUT_IT):
+        source = place.what if place.is_copy else str(place.folder.absolute())
+        forks.check_source(place.folder)
+        run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
+        new.compare(run, place)
+        forks.check_target(place.folder, new.folder)
+        why = run.why_unusable(new.identity) if keep_answers else None
+        with forks.built(place.folder, source, new.folder, why) as (found, folder):
+            yield place, run, found, folder
 
 
 def _is_used(logging_dir: str, other: str | None) -> bool:

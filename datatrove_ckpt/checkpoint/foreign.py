@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import (
@@ -20,23 +21,18 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.errors import CheckpointMismatch
 
 
-def migrate_command(checkpoints: Path | str) -> str:
-    """The command that takes over a run of datatrove's own runner."""
-    return _on_job("migrate", "--from", str(checkpoints))
-
-
-def reshard_command(tasks: object) -> str:
-    """The command that deals out what is left to this number of tasks."""
-    return _on_job("reshard", "--tasks", str(tasks))
-
-
-def _on_job(command: str, *arguments: str) -> str:
+def _on_job(command: str, flag: str, value: object) -> str:
     """A command on the script that is running, else on CONFIG. Who knows CONFIG puts it in."""
     main, script = sys.modules["__main__"], next(iter(sys.argv), "")
-    if not script.endswith(".py") or not hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None:
-        return shlex.join(["datatrove-ckpt", command, "CONFIG", *arguments])
-    own = f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"  # which may hold a secret
-    return shlex.join(["datatrove-ckpt", command, script, *arguments, own])
+    is_script = script.endswith(".py") and hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    own = [f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"] if is_script else []  # which may hold a secret
+    return shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", flag, str(value), *own])
+
+
+# The command that takes over a run of datatrove's own runner, of its checkpoint folder.
+migrate_command = partial(_on_job, "migrate", "--from")
+# The command that deals out what is left, of the number of tasks.
+reshard_command = partial(_on_job, "reshard", "--tasks")
 
 
 def refuse_missing_run_json(folder: Path) -> None:

@@ -118,11 +118,8 @@ def fork(arguments: argparse.Namespace) -> int:
     new, command = _new_run(arguments)
     if new.name is not None:
         arguments.overrides = []  # they are the new run's
-    with (
-        place_of(arguments, trusted=True) as named,
-        restored(named) as place,
-        forking(place, new, not arguments.no_answers) as (run, found, folder),
-    ):
+    with place_of(arguments, trusted=True) as named, forking(named, new, not arguments.no_answers) as made:
+        place, run, found, folder = made
         state = read_run_state(replace(place, mirror=None))
         lines = _costs(place.what, run, found, state, new, arguments)
         announce(lines, partial(_put_in_place, folder, new, command), arguments.dry_run)
@@ -237,10 +234,8 @@ def reshard(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
         again = start_command([arguments.what, *overrides])
-        if is_script(arguments.what):
-            say(f"Set tasks to {found.after} in the script, and go on with {again}")
-        else:
-            say(f"Go on with {again} --executor.tasks={found.after}, or set tasks in the file.")
+        on = f"Go on with {again} --executor.tasks={found.after}, or set tasks in the file."
+        say(f"Set tasks to {found.after}, and go on with {again}" if is_script(arguments.what) else on)
     return 0
 
 

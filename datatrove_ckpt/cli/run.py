@@ -29,9 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
     if is_script(arguments.config):
-        raise ConfigError(
-            f"{arguments.config}: is a script. Start it: {start_command([arguments.config, *arguments.overrides])}"
-        )
+        command = start_command([arguments.config, *arguments.overrides])
+        raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     if arguments.print_config:

@@ -20,7 +20,7 @@ from types import ModuleType
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, plural
 from datatrove_ckpt.preflight.run_plan import RunPlan, has_runner
 
@@ -53,8 +53,7 @@ def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
             pass
         except Exception as error:
             lines = [f", line {one.lineno}" for one in extract_tb(error.__traceback__) if one.filename == str(file)]
-            text = str(error) if isinstance(error, CkptError) else error_text(error)
-            raise ConfigError(f"{script}{''.join(lines[-1:])}: {text}") from error
+            raise ConfigError(f"{script}{''.join(lines[-1:])}: {error_text(error)}") from error
     found = [one for one in made if has_runner(one)]
     if len(found) < int(number):
         hint = ' If its main makes it, add --main="ITS ARGUMENTS": it then runs, up to executor.run().'

@@ -112,11 +112,9 @@ class RunPlan:
             ConfigError: there is none, or several, or it keeps no checkpoints.
         """
         if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
-            is_theirs = not found and has_runner(self._executor)
-            why = " That of datatrove does not count: from datatrove_ckpt import InferenceRunner." if is_theirs else ""
             raise ConfigError(
-                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                f"checkpoints_local_dir.{why}"
+                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')} of datatrove_ckpt. It needs one, "
+                "with checkpoints_local_dir."
             )
         return found[0]
 

@@ -22,9 +22,10 @@ from datatrove_ckpt.errors import CheckpointMismatch
 
 
 def _on_job(command: str, flag: str, value: object) -> str:
-    """A command on the script that is running, else on CONFIG. Who knows CONFIG puts it in."""
+    """A command on the script that is running, else on CONFIG. Who knows CONFIG, a script perhaps, puts it in."""
     main, script = sys.modules["__main__"], next(iter(sys.argv), "")
-    is_script = script.endswith(".py") and hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    is_main = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    is_script = is_main and script.endswith(".py") and "datatrove_ckpt.cli.scripts" not in sys.modules
     own = [f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"] if is_script else []  # which may hold a secret
     return shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", flag, str(value), *own])
 

@@ -57,11 +57,12 @@ def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
     found = [one for one in made if has_runner(one)]
     if len(found) < int(number):
         hint = ' If its main makes it, add --main="ITS ARGUMENTS": it then runs, up to executor.run().'
-        what = f"makes {plural(len(found), 'executor')} of datatrove with an InferenceRunner"
-        raise ConfigError(f"{script}: {what}, so there is no --executor={number}.{hint if main is None else ''}")
+        what = f"makes {plural(len(found), 'executor')} with an InferenceRunner, not {number}."
+        raise ConfigError(f"{script}: {what}{hint if main is None else ''}")
     executor = found[int(number) - 1]
-    folders = [str(one.step.checkpoints_local_dir) for one in RunPlan(executor).runners]
-    print(f"{script}: --executor={number}: {type(executor).__name__}: {', '.join(folders)}", file=sys.stderr)
+    if not (runners := RunPlan(executor).runners):
+        raise ConfigError(f"{script}: its InferenceRunner is datatrove's own. Import it from datatrove_ckpt.")
+    print(f"{script}: --executor={number}: {runners[0].step.checkpoints_local_dir}", file=sys.stderr)
     return executor
 
 

@@ -1,4 +1,4 @@
-"""A script for datatrove's runner with a job before it: each line of a file that is short enough is answered."""
+"""A script for datatrove's runner with a job before it: documents that are short enough are answered."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from datatrove.pipeline.inference.run_inference import InferenceConfig, Inferenc
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
-LONGEST = 40
+LONGEST = 12
 
 
 def keep_short(documents: Iterator[Document], rank: int, world_size: int) -> Iterator[Document]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -241,6 +242,52 @@ def test_the_call_takes_over_a_run_of_datatroves(here: Path, command: Command) -
         executor(step).run()
         assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
     assert outputs_of(here / "output") == Counter(f"id {n}" for n in range(11) if "dropped" not in text_of(n))
+
+
+OF_CLASSES = """
+from dataclasses import dataclass
+from functools import partial
+from tests.datatrove_job import SIZE, make_writer, payload
+
+WORDS = {"first": "first", "second": "second"}
+
+@dataclass
+class Ask:
+    words: dict
+
+    async def __call__(self, document, generate, suffix):
+        result = await generate(payload(f"{self.words['first']} {document.text}{suffix}"))
+        if "twice" in document.text:
+            result = await generate(payload(f"{self.words['second']} {document.text} {result.text}"))
+        return None if "dropped" in document.text else result
+
+def context(suffix):
+    return {"suffix": suffix}
+
+step = InferenceRunner(
+    Ask(WORDS),
+    InferenceConfig("endpoint", "fake", endpoint_url="URL"),
+    make_writer(Path()),
+    checkpoints_local_dir="checkpoints",
+    records_per_chunk=SIZE,
+    shared_context=partial(context, suffix=""),
+)
+executor = LocalPipelineExecutor([JsonlReader("input"), step], logging_dir="logs")
+if __name__ == "__main__":
+    executor.run()
+"""
+
+
+def test_a_script_that_is_imported_is_the_run_that_it_starts(here: Path, script: Any, command: Command) -> None:
+    shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
+    with FakeServer() as server:
+        script(OF_CLASSES.replace("URL", server.url))
+        command("migrate", "job.py", "checkpoints", "--lacking-are-dropped")
+        path = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
+        ended = processes.run([sys.executable, "job.py"], cwd=here, env=path)
+        assert ended.returncode == 0, ended.stderr
+        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+        assert "no problem" in command("verify", "job.py", "--full")
 
 
 @pytest.mark.slow

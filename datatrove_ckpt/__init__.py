@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.operations import doctor as doctor
+    from datatrove_ckpt.operations import fork as fork
+    from datatrove_ckpt.operations import migrate as migrate
+    from datatrove_ckpt.operations import relocate as relocate
+    from datatrove_ckpt.preflight.reshard.run import reshard as reshard
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.rollouts import Ranked as Ranked
@@ -45,7 +50,9 @@ _MODULES = {
     "Ranked": f"{__name__}.rollouts",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
+    "reshard": "datatrove_ckpt.preflight.reshard.run",
     "run": "datatrove_ckpt.cli.short_form",
+    **dict.fromkeys(("doctor", "fork", "migrate", "relocate"), f"{__name__}.operations"),
 }
 
 __all__ = [*_MODULES]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import (
@@ -18,10 +20,20 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.errors import CheckpointMismatch
 
-MIGRATE = "datatrove-ckpt migrate CONFIG --from"
-"""The command that takes over a run of datatrove's own runner, up to its argument. Who knows CONFIG puts it in."""
-RESHARD = "datatrove-ckpt reshard CONFIG --tasks"
-"""The command that deals out what is left, likewise."""
+
+def _on_job(command: str, flag: str, value: object) -> str:
+    """A command on the script that is running, else on CONFIG. Who knows CONFIG, a script perhaps, puts it in."""
+    main, script = sys.modules["__main__"], next(iter(sys.argv), "")
+    is_main = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    is_script = is_main and script.endswith(".py") and "datatrove_ckpt.cli.scripts" not in sys.modules
+    own = [f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"] if is_script else []  # which may hold a secret
+    return shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", flag, str(value), *own])
+
+
+# The command that takes over a run of datatrove's own runner, of its checkpoint folder.
+migrate_command = partial(_on_job, "migrate", "--from")
+# The command that deals out what is left, of the number of tasks.
+reshard_command = partial(_on_job, "reshard", "--tasks")
 
 
 def refuse_missing_run_json(folder: Path) -> None:
@@ -41,7 +53,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if (aside / folder.name).exists() or last_chunk_of(aside / folder.name).exists():
         raise CheckpointMismatch(
             f"{aside} holds this rank as datatrove's own InferenceRunner left it, but {folder} holds no {RUN}: migrate "
-            f"was interrupted. Run it again: {shlex.join([*MIGRATE.split(), str(folder.parent)])}. (To start this rank "
+            f"was interrupted. Run it again: {migrate_command(folder.parent)}. (To start this rank "
             "anew, remove it there, too.)"
         )
     journals = [journal_path(folder, index).name for index in journal_indices(folder)] if folder.is_dir() else []
@@ -55,8 +67,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 def continue_datatroves(checkpoints: Path | str) -> str:
     """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
-    command = shlex.join([*MIGRATE.split(), str(checkpoints)])
     return (
-        f"To continue that run, stop it, and let {command} take it over (with --dry-run it only says what it would "
-        "do). To start anew, choose another checkpoints_local_dir, output_folder and logging_dir."
+        f"To continue that run, stop it, and let {migrate_command(checkpoints)} take it over (with --dry-run it only "
+        "says what it would do). To start anew, choose another checkpoints_local_dir, output_folder and logging_dir."
     )

@@ -35,7 +35,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
-from datatrove_ckpt.checkpoint.foreign import RESHARD, refuse_missing_run_json
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json, reshard_command
 from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.lines import Json, is_count
@@ -340,7 +340,7 @@ def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = T
     folders = "choose another checkpoints_local_dir (and output, and logging_dir) for the new ones"
     if [change.field for change in changes] == ["tasks"] and changes[0].old:  # else reshard would not be enough
         old, new = changes[0].old, changes[0].new
-        reshard = f" To deal what is left out to {plural(new, 'task')}: {RESHARD} {new}" if is_left else ""
+        reshard = f" To deal what is left out to {plural(new, 'task')}: {reshard_command(new)}" if is_left else ""
         return f"Go on with {plural(old, 'task')} (--executor.tasks={old}), or {folders}.{reshard}"
     may_mix = may_mix and not any(change.is_layout for change in changes)
     mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is" if may_mix else ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.foreign import RESHARD
+from datatrove_ckpt.checkpoint.foreign import reshard_command
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARES, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
@@ -144,7 +144,7 @@ class JobLedger:
         tasks, number = self.shares.tasks, self.shares.round
         for rank, kept in self.ranks.items():
             if kept is not None and kept < number:
-                again = f"{RESHARD} {tasks}, then run" if rank >= tasks else "run"
+                again = f"{reshard_command(tasks)}, then run" if rank >= tasks else "run"
                 yield (
                     rank,
                     f"{rank_folder(self.root, rank)} is of before `datatrove-ckpt reshard` dealt the input out anew "
@@ -166,7 +166,7 @@ class JobLedger:
                     f"left what it had finished. The {self.shares.tasks} tasks of now do not read its documents again, "
                     "so nothing would show that they are in the output. Bring the folder back, as it was after "
                     "reshard. If it is gone for good, have its documents processed, and paid, again: move the output "
-                    f"files of task {rank} elsewhere, then {RESHARD} {self.shares.tasks}, then run.",
+                    f"files of task {rank} elsewhere, then {reshard_command(self.shares.tasks)}, then run.",
                 )
 
     def refuse_other_number(self) -> None:

@@ -42,10 +42,12 @@ in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+of a Python script, which is imported:
+  --main="ITS ARGUMENTS" runs its main, too, up to executor.run(); --executor=2 takes the second with an InferenceRunner
 """
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
-s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
+s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had, or its script:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -193,8 +195,8 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
-_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
+_CONFIG = _argument("CONFIG", "YAML file, or script; none: the flags are the whole job", nargs="?")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, YAML file or script of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
@@ -315,7 +317,8 @@ def plan() -> None:
     "moves",
     _CONFIG,
     _JSON,
-    _argument("FOLDER", "checkpoints_local_dir of datatrove's run", "--from", dest="folder", required=True),
+    _argument("FOLDER", "checkpoints_local_dir of datatrove's run; CONFIG's unless said otherwise", nargs="?"),
+    _argument("FOLDER", "the same", "--from", dest="source"),
     _flag("--dry-run", "say what would be done, document by document, only"),
     _argument("DIR", "of datatrove's run: its log files show whether it is still on", "--logging-dir"),
     _flag(
@@ -338,7 +341,7 @@ def migrate() -> None:
     Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
     document by document, and processed again by the next run. FOLDER is not changed, unless it is the
     checkpoints_local_dir of CONFIG: then what was there is moved to FOLDER/datatrove. Output that is made again is
-    moved to the folder datatrove in checkpoints_local_dir. Continue with: datatrove-ckpt run CONFIG
+    moved to the folder datatrove in checkpoints_local_dir. Then run CONFIG
 
     exit codes:
       0  the run is taken over (with --dry-run: could be)
@@ -534,7 +537,7 @@ def relocate() -> None:
 @_command(
     "moves",
     _WHAT,
-    _argument("NEW", "YAML file of the new run, or its checkpoint folder"),
+    _argument("NEW", "YAML file or script of the new run, or its checkpoint folder"),
     _flag("--no-answers", "keep no answers: other servers may answer otherwise"),
     _flag("--dry-run", "print what would be kept and paid, and do nothing"),
     _TOKEN_PRICE,
@@ -547,8 +550,8 @@ def fork() -> None:
 
     (WHAT)
 
-    NEW is the YAML file of the new run, with folders of its own and what is changed; or its new checkpoint folder, if
-    the run is a script. Overrides belong to NEW if that is a file:
+    NEW is the YAML file or the script of the new run, with folders of its own and what is changed; or its new
+    checkpoint folder. Overrides belong to NEW if that is a file:
       datatrove-ckpt fork job.yaml job.yaml --pipeline.1.rollout_fn.prompt="..." --pipeline.1.checkpoints_local_dir=new/...
 
     The new run starts at the first document and pays for all of them, but for requests whose final payload is equal to
@@ -564,7 +567,7 @@ def fork() -> None:
 
 @_command(
     "moves",
-    _argument("WHAT", "YAML file of the run"),
+    _argument("WHAT", "YAML file or script of the run"),
     _argument("M", "the new number of tasks", "--tasks", required=True, type=partial(_count, "tasks")),
     _flag("--dry-run", "print what would be done, and deal nothing out"),
 )
@@ -574,9 +577,9 @@ def reshard() -> None:
     examples:
       datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run
 
-    WHAT is the YAML file of the run, with the overrides that the run had. No rank may run meanwhile. What is finished,
-    saved answers and output files stay. Killed at any moment, the same command goes on. Afterwards run with the new
-    number of tasks.
+    WHAT is the YAML file or the script of the run, with the overrides that the run had. No rank may run meanwhile. What
+    is finished, saved answers and output files stay. Killed at any moment, the same command goes on. Afterwards run
+    with the new number of tasks.
 
     exit codes:
       0  done

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from datatrove_ckpt import operations
 from datatrove_ckpt.checkpoint.commits import repair_command
-from datatrove_ckpt.checkpoint.fields import RunIdentity, of_model
-from datatrove_ckpt.checkpoint.identity import Change, compare
-from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
-from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
+from datatrove_ckpt.checkpoint.fields import of_model
+from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.short_form import make_executor
@@ -31,9 +30,10 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, restored, upload
+from datatrove_ckpt.maintenance.where import Place, is_config, is_script, restored, start_command, upload
+from datatrove_ckpt.operations import NOT_ABOUT_IT, NewRun, forking
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
-from datatrove_ckpt.preflight.migration import Findings, Migration
+from datatrove_ckpt.preflight.migration import Findings
 from datatrove_ckpt.preflight.reshard.run import Resharded
 from datatrove_ckpt.preflight.reshard.run import reshard as deal_out
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -113,101 +113,26 @@ def _describe_relocation(plan: Relocation, sizes_only: bool) -> list[str]:
 # fork -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class NewRun:
-    """The run to start.
-
-    Attributes:
-        folder: its ``checkpoints_local_dir``.
-        config: its YAML file; None: only the folder was given.
-        identity: what it will be, if there is a file.
-        mirror: its ``checkpoints_remote_dir``, likewise.
-        logging_dir: its executor's, likewise.
-        command: starts it, likewise.
-    """
-
-    folder: Path
-    config: str | None = None
-    identity: RunIdentity | None = None
-    mirror: str | None = None
-    logging_dir: str = ""
-    command: str = ""
-    changes: list[Change] = field(default_factory=list)
-
-
 def fork(arguments: argparse.Namespace) -> int:
     """Says what is kept and what the new run costs, and makes it. Returns the exit code."""
-    new = _new_run(arguments)
-    if new.config is not None:
+    new, command = _new_run(arguments)
+    if new.name is not None:
         arguments.overrides = []  # they are the new run's
-    with place_of(arguments, trusted=True) as named, restored(named) as place:
-        source = place.what if place.is_copy else str(place.folder.absolute())
-        forks.check_source(place.folder)
-        run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
-        if new.identity is not None:
-            new.changes = compare(run.settings, new.identity)
-            _check_new(new, new.identity.fields, run, place)
-        forks.check_target(place.folder, new.folder)
-        why = None if arguments.no_answers else run.why_unusable(new.identity)
-        with log_disabled(*_NOT_ABOUT_IT), forks.built(place.folder, source, new.folder, why) as (found, folder):
-            state = read_run_state(replace(place, mirror=None))
-            lines = _costs(place.what, run, found, state, new, arguments)
-            announce(lines, partial(_put_in_place, folder, new), arguments.dry_run)
+    with place_of(arguments, trusted=True) as named, forking(named, new, not arguments.no_answers) as made:
+        place, run, found, folder = made
+        state = read_run_state(replace(place, mirror=None))
+        lines = _costs(place.what, run, found, state, new, arguments)
+        announce(lines, partial(_put_in_place, folder, new, command), arguments.dry_run)
     return 0
 
 
-def _new_run(arguments: argparse.Namespace) -> NewRun:
+def _new_run(arguments: argparse.Namespace) -> tuple[NewRun, str]:
+    """The new run, and the command that starts it if there is a file of it."""
     if not is_config(arguments.new):
-        return NewRun(Path(arguments.new))
-    with log_disabled(*_NOT_ABOUT_IT):
+        return NewRun(Path(arguments.new)), ""
+    with log_disabled(*NOT_ABOUT_IT):
         executor = make_executor(arguments.new, arguments.overrides)
-    plan = RunPlan(executor)
-    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir]
-    if len(kept) != 1:
-        raise ConfigError(
-            f"{arguments.new}: {len(kept)} of its steps keep a checkpoint. Name the new checkpoint folder instead of "
-            "the file."
-        )
-    step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
-    new = NewRun(step.checkpoints_root, arguments.new, kept[0].identity, step.checkpoints_remote_dir, logs)
-    new.command = shlex.join(["datatrove-ckpt", "run", arguments.new, *arguments.overrides])
-    return new
-
-
-def _check_new(new: NewRun, settings: Mapping[str, object], run: forks.Source, place: Place) -> None:
-    """
-    Raises:
-        ConfigError: the new run has a folder of the other one, or another number of tasks.
-    """
-    changed = {change.field: change for change in new.changes}
-    if "tasks" in changed:
-        raise ConfigError(
-            f"{new.config}: tasks: {changed['tasks'].shown_old} -> {changed['tasks'].shown_new}. Each task's share of "
-            "the input would be another one, so nothing could be kept. Leave tasks as they are, or start a new run; or "
-            "fork first, start each task once, then deal the rest out with `datatrove-ckpt reshard`."
-        )
-    output = str(settings["output_folder"])
-    if (forks.real_place(output), settings["output_filename"]) in run.outputs:
-        raise ConfigError(
-            f"{new.config}: output_folder: {output} is that of {place.what}. Choose another one: the new run would "
-            "write over the other one's files."
-        )
-    if _is_used(new.logging_dir, place.logging_dir):
-        raise ConfigError(
-            f"{new.config}: logging_dir: {new.logging_dir} is another run's: datatrove skips the tasks that it marks "
-            "as complete there. Choose another one."
-        )
-    if new.mirror is not None:
-        forks.check_mirror(new.mirror)
-
-
-def _is_used(logging_dir: str, other: str | None) -> bool:
-    """Whether it is the other run's, as far as a file tells that, or has markers of finished tasks."""
-    here = forks.real_place(logging_dir)
-    if other is not None and here == forks.real_place(other):
-        return True
-    markers = Path(here, "completions")
-    return "://" not in here and markers.is_dir() and any(markers.iterdir())
+    return NewRun.of(executor, arguments.new), start_command([arguments.new, *arguments.overrides])
 
 
 def _costs(
@@ -216,7 +141,7 @@ def _costs(
     totals = state.totals
     yield f"{what}: {plural(found.ranks, 'task')}, {plural(totals.documents, 'finished document')}"
     names = [change.field for change in new.changes]
-    if new.config is not None:
+    if new.name is not None:
         none = "nothing that decides about answers"
         if run.is_unstarted:
             none = f"not known, because {what} is a fork that has not started"
@@ -260,7 +185,6 @@ def _kept(run: forks.Source, found: forks.Fork, new: NewRun, arguments: argparse
     )
 
 
-_NOT_ABOUT_IT = ("datatrove", "datatrove_ckpt")  # these logs are about another run, or about a copy of it
 _MAKES_PAYLOADS = ("rollout_fn", "shared_context", "imports.", "default_generation_params", "seed")
 
 
@@ -280,13 +204,11 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
     return f"{text} ({(prompt * prices[0] + completion * prices[1]) / 1e6:,.2f})"
 
 
-def _put_in_place(folder: Path, new: NewRun) -> str:
-    if new.mirror is not None:
-        forks.upload(folder, new.mirror)
-    forks.put_in_place(folder, new.folder)
-    if new.config is not None:
+def _put_in_place(folder: Path, new: NewRun, command: str) -> str:
+    new.put_in_place(folder)
+    if command:
         where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
-        return f"Made {where}. Start the new run: {new.command}"
+        return f"Made {where}. Start the new run: {command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
         "a logging_dir of its own."
@@ -300,22 +222,20 @@ def reshard(arguments: argparse.Namespace) -> int:
     """Prints the sums. Returns the exit code."""
     if not is_config(arguments.what):
         raise ConfigError(
-            f"reshard: {arguments.what} is no YAML file. What is left of the input is read through the steps of the "
-            "run's pipeline, which only its YAML file names."
+            f"reshard: {arguments.what} is no YAML file and no script. What is left of the input is read through the "
+            "steps of the run's pipeline, which only these name."
         )
-    with place_of(arguments) as place:
-        if not (before := tasks_of(place.folder)):
-            raise ConfigError(f"reshard: {place.folder} holds no checkpoint that tells its number of tasks.")
-    overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
-    executor = make_executor(arguments.what, [*overrides, f"executor.tasks={before}"])
+    executor = make_executor(arguments.what, arguments.overrides)
     if slurm_submit.submits(executor) and not arguments.dry_run:
         slurm_submit.refuse_queued(executor)
     found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
-        again = ["datatrove-ckpt", "run", arguments.what, *overrides]
-        say(f"Go on with {shlex.join([*again, f'--executor.tasks={found.after}'])}, or set tasks in the file.")
+        overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
+        again = start_command([arguments.what, *overrides])
+        on = f"Go on with {again} --executor.tasks={found.after}, or set tasks in the file."
+        say(f"Set tasks to {found.after}, and go on with {again}" if is_script(arguments.what) else on)
     return 0
 
 
@@ -357,11 +277,9 @@ def _share(sizes: list[float]) -> str:
 def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
     executor = make_executor(arguments.config, arguments.overrides)
-    flags = arguments.lacking_are_dropped, arguments.any_text, arguments.dry_run
-    migration = Migration(executor, Path(arguments.folder).expanduser(), arguments.logging_dir, *flags)
     try:
-        with log_disabled(*_NOT_ABOUT_IT):
-            findings = migration.run()
+        flags = arguments.lacking_are_dropped, arguments.any_text, arguments.dry_run
+        findings = operations.migrate(executor, arguments.folder or arguments.source, arguments.logging_dir, *flags)
     except OSError as error:
         from datatrove_ckpt.cli.execution import explain  # slow to import
 
@@ -421,5 +339,5 @@ def _close_migration(findings: Findings, arguments: argparse.Namespace) -> Itera
         yield "Every rank was taken over before."
     if any(left.why == LACKS for left in again):
         yield "If your rollout drops documents (it returns None), --lacking-are-dropped counts them as dropped."
-    command = shlex.join(["datatrove-ckpt", "run", arguments.config, *arguments.overrides])
+    command = start_command([*([arguments.config] if arguments.config else []), *arguments.overrides])
     yield "Nothing was changed (--dry-run)." if arguments.dry_run else f"To continue: {command}"

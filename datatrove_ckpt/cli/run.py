@@ -17,7 +17,7 @@ from datatrove_ckpt.cli.short_form import make_executor, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.maintenance.where import is_script, start_command
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,6 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
+    if is_script(arguments.config):
+        command = start_command([arguments.config, *arguments.overrides])
+        raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     if arguments.print_config:
@@ -54,10 +57,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
-    from datatrove_ckpt.preflight.doctor import examine
+    from datatrove_ckpt.operations import doctor as examine
 
-    with log_disabled("datatrove", "datatrove_ckpt"):
-        checks = list(examine(executor))
+    checks = examine(executor)
     checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0

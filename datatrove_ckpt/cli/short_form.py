@@ -40,6 +40,7 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.maintenance.where import is_script
 from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]
@@ -110,6 +111,8 @@ OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
 
+    Of a script this is what ``maintenance`` asks for, and the overrides are its arguments, see ``executor_of``.
+
     Args:
         path: None: the overrides are the whole job, in the short form.
         only_look: see ``expand``.
@@ -117,6 +120,10 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
+    if is_script(path):
+        from datatrove_ckpt.operations import content_of
+
+        return content_of(make_executor(path, overrides))
     content = {} if path is None else load(path)
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
     for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
@@ -138,11 +145,15 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
 
 
 def make_executor(path: str | None, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe. Runs nothing.
+    """Builds the executor that the file and the overrides describe; of a script, the one that it runs. Runs nothing.
 
     Raises:
         ConfigError: the first mistake in it.
     """
+    if is_script(path):
+        from datatrove_ckpt.cli.scripts import executor_of
+
+        return executor_of(path, overrides)
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     return build(read_config(path, overrides))
 
@@ -285,7 +296,7 @@ _QUOTED = re.compile(r'("(?:\\.|[^"\\\n])*")')
 
 def words_of(path: str | None) -> Callable[[str], str]:
     """Puts messages into the words of a job: of a file, or of the command line."""
-    is_long = path is not None and "executor" in load(path)
+    is_long = path is not None and (is_script(path) or "executor" in load(path))
     return str if is_long else partial(in_short_words, source=path or "the command line")
 
 

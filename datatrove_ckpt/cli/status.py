@@ -9,7 +9,6 @@ import argparse
 import datetime
 import os
 import re
-import shlex
 import shutil
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from datatrove_ckpt.checkpoint.foreign import RESHARD
+from datatrove_ckpt.checkpoint.foreign import reshard_command
 from datatrove_ckpt.checkpoint.history_records import ModelWork
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
@@ -27,7 +26,7 @@ from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
-from datatrove_ckpt.maintenance.where import Place, with_config
+from datatrove_ckpt.maintenance.where import Place, is_script, start_command, with_config
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -228,10 +227,10 @@ def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:
 def _what_next(state: RunState) -> Iterator[str]:
     """What goes on with a run of which nothing runs."""
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
-    known = shlex.join(["datatrove-ckpt", "run", *state.given]) if state.given else ""
+    known = start_command(state.given) if state.given else ""
     command = known or "the command that started it"
     if state.is_dealt_anew:
-        command += f"{'' if known else ', with'} --executor.tasks={state.tasks}"
+        command += f"{'' if known and not is_script(state.given[0]) else ', with'} --executor.tasks={state.tasks}"
     if state.is_damaged or state.refusal:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif state.is_unstarted:
@@ -370,7 +369,7 @@ def _uneven(state: RunState) -> str:
     few = next(number for number in range(1, len(left) + 1) if sum(left[:number]) >= _MOST * sum(left))
     return with_config(
         f"{few} of {tasks} ranks hold {percent(sum(left[:few]) / sum(left))} of what is left; dealt out to all, it "
-        f"would take about 1/{longer:.0f} of the time. Stop the run, then: {RESHARD} {tasks}",
+        f"would take about 1/{longer:.0f} of the time. Stop the run, then: {reshard_command(tasks)}",
         state.given,
     )
 

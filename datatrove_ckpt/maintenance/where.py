@@ -1,5 +1,5 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the YAML file of the run. Made into a
-folder to read.
+"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file or script. Made into
+a folder to read.
 
 A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
 mirror instead (``Place.said``).
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import orjson
 
@@ -86,11 +86,24 @@ def with_config(text: str, given: Sequence[str]) -> str:
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file."""
+    """Whether WHAT is a YAML file, or a script."""
     if _URL.match(what):
         return False
     path = Path(what)
-    return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
+    return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
+
+
+def is_script(path: str | None) -> TypeGuard[str]:
+    """Whether the file of a job is a Python script, and no YAML."""
+    return path is not None and path.endswith(".py") and not Path(path).is_dir()
+
+
+def start_command(given: Sequence[str]) -> str:
+    """The command that runs a job, named by its file, if there is one, and what stands behind it."""
+    if given and is_script(given[0]):
+        own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
+        return shlex.join(["python", given[0], *own])
+    return shlex.join(["datatrove-ckpt", "run", *given])
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
-from datatrove_ckpt.checkpoint.foreign import MIGRATE
+from datatrove_ckpt.checkpoint.foreign import migrate_command
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
@@ -238,7 +238,7 @@ class OutputCheck:
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
                 "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
                 "back, or delete these files to have everything made again. A run of datatrove's own continues with "
-                f"{MIGRATE} ITS_CHECKPOINTS."
+                f"{migrate_command('ITS_CHECKPOINTS')}."
             )
 
     def refuse_strangers(self, commits: RankCommits, found: FoundFiles, published: bool = True, root: str = "") -> None:
@@ -264,7 +264,7 @@ class OutputCheck:
             raise OutputMismatch(
                 f"{self._what(names, which, _TO_DELETE)} Such names are given by datatrove's own InferenceRunner, not "
                 f"by this run, which would write the same documents beside them. {stray_advice(len(names))}, and run "
-                f"the same command again. If {MIGRATE} was interrupted, run that again instead."
+                "the same command again. If `datatrove-ckpt migrate` was interrupted, run that again instead."
             )
 
     def refuse_others(self, names: list[str]) -> None:

@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.foreign import RESHARD, refuse_missing_run_json
+from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json, reshard_command
 from datatrove_ckpt.checkpoint.forks import refuse_half_forked
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
@@ -161,7 +161,7 @@ def _refuse_left_behind(root: Path, tasks: int) -> None:
     if left:
         raise CheckpointMismatch(
             f"{root}: chunks of {name_tasks(left)} are to be made again, and since reshard there are only {tasks} "
-            f"tasks. Deal them out: {RESHARD} {tasks}, then run."
+            f"tasks. Deal them out: {reshard_command(tasks)}, then run."
         )
 
 

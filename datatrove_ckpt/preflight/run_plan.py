@@ -60,6 +60,11 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
+def has_runner(executor: PipelineExecutor) -> bool:
+    """Whether an executor has an ``InferenceRunner``, ours or datatrove's."""
+    return any(InferenceRunner.__name__ in (one.__name__ for one in type(step).__mro__) for step in executor.pipeline)
+
+
 class RunPlan:
     """A job, as any datatrove executor describes it.
 
@@ -108,8 +113,8 @@ class RunPlan:
         """
         if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
             raise ConfigError(
-                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')}. It needs one, with "
-                "checkpoints_local_dir."
+                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')} of datatrove_ckpt. It needs one, "
+                "with checkpoints_local_dir."
             )
         return found[0]
 
@@ -135,6 +140,7 @@ class RunPlan:
 
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
+        ranks = range(self.tasks) if ranks is None else ranks
         found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 

@@ -39,7 +39,8 @@ ROOMS = {
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction config process checkpoint maintenance preflight executor",
+    "operations": "errors process checkpoint maintenance preflight runner",
+    "cli": "errors formatting redaction config process checkpoint maintenance preflight executor operations",
     "testing": "checkpoint mirror",
 }
 
@@ -125,6 +126,11 @@ def test_the_public_names_are_there_and_no_others() -> None:
         "InferenceResult",
         "RolloutFunction",
         "ServerError",
+        "doctor",
+        "fork",
+        "migrate",
+        "relocate",
+        "reshard",
         "run",
     }
     for name in datatrove_ckpt.__all__:

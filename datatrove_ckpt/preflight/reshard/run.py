@@ -14,7 +14,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.job import name_tasks
+from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
@@ -85,7 +85,7 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
     """Deals what is left of a run out to another number of tasks.
 
     Args:
-        executor: any datatrove executor with the run's pipeline and its number of tasks up to now. Nothing is run.
+        executor: any datatrove executor with the run's pipeline, and its old or new number of tasks. Nothing is run.
         tasks: the new number of tasks.
         dry_run: change nothing, apart from what a start of the ranks would complete, too.
 
@@ -96,6 +96,8 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         OSError: the input cannot be listed.
     """
     plan = RunPlan(executor)
+    if begun := tasks_of(plan.only_runner("reshard").step.checkpoints_root):
+        plan.tasks, plan.local_ranks = begun, range(begun)
     planned = _runner(plan, tasks)
     runner = planned.step
     root = runner.checkpoints_root
@@ -112,8 +114,8 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
     allow_open_files(len(ranks))  # each lock is one
     locks = RankLocks(root, ranks)
     try:
-        if (begun := ReshardPlan.read(root)) is not None:
-            return _resume(plan, runner, begun, locks, tasks, dry_run)
+        if (half := ReshardPlan.read(root)) is not None:
+            return _resume(plan, runner, half, locks, tasks, dry_run)
         return _Reshard(plan, planned, root, tasks, finished).run(locks, dry_run)
     finally:
         locks.release()

@@ -1,0 +1,337 @@
+"""A script in place of a YAML file: which executor is found, what runs, and a run of datatrove's that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.pipeline.inference.run_inference import InferenceRunner as Theirs
+
+import datatrove_ckpt
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
+from tests.commands import Command
+from tests.data.scripts.two_stages import LONGEST
+from tests.datatrove_job import SIZE, make_writer, rollout, text_of, write_input
+from tests.jobs import rejects, runner
+from tests.patience import until
+
+SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
+STEP = """\
+import sys
+from pathlib import Path
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.readers import JsonlReader
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+def make(name, tasks=1, **settings):
+    step = InferenceRunner(
+        rollout,
+        InferenceConfig("endpoint", "fake", endpoint_url="URL"),
+        JsonlWriter(f"{name}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir=f"{name}/checkpoints",
+        records_per_chunk=4,
+    )
+    return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=f"{name}/logs", **settings)
+
+def never(*of_step):
+    Path("ran").touch()
+
+"""
+
+
+@pytest.fixture
+def script(here: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes ``job.py``. What the command does to this process for a script is undone."""
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def write(end: str, url: str = "http://127.0.0.1:9") -> Path:
+        path = here / "job.py"
+        path.write_text(f"{STEP.replace('URL', url)}{end}")
+        return path
+
+    return write
+
+
+def found(command: Command, *words: str, code: int = 2) -> str:
+    """The checkpoint folder that the command has found in the script: nothing has started there."""
+    said = command("status", "job.py", *words, code=code).err
+    assert not Path("ran").exists()
+    (folder,) = re.findall(r"^job.py: --executor=\d: (\S+)/checkpoints$", said, re.MULTILINE)
+    return str(folder)
+
+
+IN_MAIN = """
+def main(name):
+    print("not on standard output")
+    try:
+        make(name).run()
+    except Exception:
+        never()
+    never()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        'make("a").run()\nnever()',
+        'executor = make("a")\nif __name__ == "__main__":\n    never()',
+        'class LocalPipelineExecutor(LocalPipelineExecutor):\n    def run(self):\n        never()\nmake("a").run()',
+    ],
+)
+def test_an_executor_at_module_level_is_found_and_nothing_runs(script: Any, command: Command, end: str) -> None:
+    script(end)
+    assert found(command) == "a"
+
+
+def test_an_executor_that_main_makes_needs_its_arguments(script: Any, command: Command) -> None:
+    script(IN_MAIN)
+    said = command("status", "job.py", code=2)
+    assert "job.py: makes 0 executors with an InferenceRunner, not 1. If its main makes it, add --main=" in said.error
+    assert found(command, "--main=b") == "b"
+    assert command("status", "job.py", "--main", "b c", "--json", code=2).out == ""
+
+
+def test_what_an_executor_depends_on_comes_first_and_a_number_takes_a_later_one(script: Any, command: Command) -> None:
+    script(
+        'before = LocalPipelineExecutor([never], logging_dir="logs")\nbefore.run()\n'
+        'first = make("a", depends=before)\nsecond = make("b", depends=first)\nsecond.run()\nmake("c").run()\n'
+    )
+    assert found(command) == "a"
+    assert found(command, "--executor=2") == "b"
+    assert found(command, "--executor", "3") == "c"
+    assert "makes 3 executors with an InferenceRunner, not 4" in command("status", "job.py", "--executor=4", code=2).err
+    assert "only --main=" in command("status", "job.py", "--executor.tasks=4", code=2).err
+
+
+def test_scripts_that_fail_and_imports_that_were_not_changed_are_named(script: Any, command: Command) -> None:
+    script("x = 1\nmissing()\n")
+    lines = len(STEP.splitlines()) + 2
+    said = command("doctor", "job.py", code=2).error
+    assert said.startswith(f"error: job.py, line {lines}: NameError: name 'missing'")
+    script('from datatrove.pipeline.inference.run_inference import InferenceRunner\nmake("a").run()\nnever()\n')
+    said = command("verify", "job.py", code=2).error
+    assert said == "error: job.py: its InferenceRunner is datatrove's own. Import it from datatrove_ckpt."
+    assert "is a script. Start it: python job.py 1 2" in command("run", "job.py", "--main=1 2", code=2).error
+
+
+def test_a_script_stands_for_its_run_in_each_command(here: Path, script: Any, command: Command) -> None:
+    write_input(here, 9, 3)
+    with FakeServer() as server:
+        path = script(f"{IN_MAIN}\n", server.url)
+        ended = processes.run([sys.executable, str(path), "a"], cwd=here)
+        assert ended.returncode == 0, ended.stderr
+        (here / "ran").unlink()
+        words = ("job.py", "--main=a")
+        assert "1 rank (1 finished)" in command("status", *words)
+        assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
+        assert "nothing to repair" in command("repair", *words, "--dry-run")
+        assert "no problem" in command("doctor", *words)
+        assert "is finished" in command("reshard", *words, "--tasks", "2", code=2).error
+        (here / "a/output").rename(here / "moved")
+        path.write_text(path.read_text().replace('f"{name}/output"', '"moved"'))
+        assert "Done. Run the pipeline with" in command("relocate", *words)
+        path.write_text(path.read_text().replace('"moved"', 'f"{name}/output"').replace("content", "x"))
+        said = command("fork", "a/checkpoints", "job.py", "--main=new")
+        assert f"Made {here}/new/checkpoints. Start the new run: python job.py new" in said
+        assert not (here / "ran").exists()
+
+
+@pytest.mark.slow
+def test_a_job_of_more_tasks_is_dealt_out_and_the_refusal_names_the_command(
+    here: Path, script: Any, command: Command
+) -> None:
+    """In a process of its own, because there it is a script that runs."""
+    write_input(here, 9, 9)
+    with FakeServer(status=rejects(["text 6"], 401)) as one:
+        path = script('if __name__ == "__main__":\n    make("a", int(sys.argv[1])).run()\n', one.url)
+        assert processes.run([sys.executable, str(path), "1"], cwd=here).returncode == 1
+    with FakeServer() as server:
+        path.write_text(path.read_text().replace(one.url, server.url))
+        said = processes.run([sys.executable, "job.py", "2"], cwd=here).stderr
+        (named,) = {*re.findall("datatrove-ckpt (reshard job.py .*--main=ARGUMENTS)", said)}
+        words = shlex.split(named.replace("ARGUMENTS", "2"))
+        assert "1 -> 2 tasks" in command(*words)
+        ended = processes.run([sys.executable, "job.py", "2"], cwd=here)
+        assert ended.returncode == 0, ended.stderr
+        assert outputs_of(here / "a/output") == Counter(f"id {n}" for n in range(18))
+        assert max((one.asked + server.asked).values()) <= 2
+
+
+def outputs_of(folder: Path) -> Counter[str]:
+    """How often each document is in the output."""
+    return Counter(json.loads(line)["id"] for text in outputs(folder).values() for line in text.splitlines())
+
+
+def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
+    logs = Path(step.checkpoints_root).with_name("logs")
+    return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=str(logs))
+
+
+async def ask_more(document: Any, generate: Any) -> Any:
+    return await generate({"messages": [{"role": "user", "content": f"more {document.text}"}]})
+
+
+def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: Command) -> None:
+    write_input(here, 9, 9)
+    with FakeServer(status=rejects(["text 16"], 401)) as one:
+        slow = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
+        first = executor(runner(here, one, config=slow))
+        assert "problem" not in {each.state for each in datatrove_ckpt.doctor(first)}
+        with pytest.raises(CkptError):
+            first.run()
+    with FakeServer() as server:
+        assert datatrove_ckpt.reshard(executor(runner(here, server), 2), 2, dry_run=True).before == 1
+        assert datatrove_ckpt.reshard(executor(runner(here, server), 2), 2).documents == 16
+        there = here / "there"
+        there.mkdir()
+        shutil.copytree(here / "checkpoints", there / "checkpoints")
+        shutil.copytree(here / "output", there / "output")
+        assert datatrove_ckpt.relocate(executor(runner(there, server), 2), dry_run=True).old == [str(here / "output")]
+        (there / "output" / "00000_chunk_00000.jsonl").rename(there / "lost")
+        assert datatrove_ckpt.relocate(executor(runner(there, server), 2)).obstacles
+        (there / "lost").rename(there / "output" / "00000_chunk_00000.jsonl")
+        datatrove_ckpt.relocate(executor(runner(there, server), 2))
+        executor(runner(there, server), 2).run()
+        assert outputs_of(there / "output") == Counter(f"id {n}" for n in range(18))
+        assert server.asked.total() == 2
+
+        new = executor(runner(here / "new", server, ask_more), 2)
+        assert datatrove_ckpt.fork(new, there / "checkpoints", dry_run=True).committed == 0
+        assert datatrove_ckpt.fork(new, there / "checkpoints").ranks == 2
+        new.run()
+        assert server.asked.total() == 2 + 18
+        with pytest.raises(ConfigError, match="LocalPipelineExecutor: tasks: 2 -> 3"):
+            datatrove_ckpt.fork(executor(runner(here / "third", server, ask_more), 3), there / "checkpoints")
+
+
+def test_the_call_takes_over_a_run_of_datatroves(here: Path, command: Command) -> None:
+    shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
+    with FakeServer() as server:
+        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+        step = InferenceRunner(
+            rollout, config, make_writer(here), checkpoints_local_dir=str(here / "checkpoints"), records_per_chunk=SIZE
+        )
+        would = datatrove_ckpt.migrate(executor(step), lacking_are_dropped=True, dry_run=True)
+        assert not (here / "checkpoints/00000/run.json").exists()
+        found = datatrove_ckpt.migrate(executor(step), "checkpoints", lacking_are_dropped=True)
+        assert [chunk.finished for chunk in found.ranks[0].chunks] == [True, True, False]
+        assert found.to_json()["ranks"] == would.to_json()["ranks"]
+        executor(step).run()
+        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+    assert outputs_of(here / "output") == Counter(f"id {n}" for n in range(11) if "dropped" not in text_of(n))
+
+
+OF_CLASSES = """
+from dataclasses import dataclass
+from functools import partial
+from tests.datatrove_job import SIZE, make_writer, payload
+
+WORDS = {"first": "first", "second": "second"}
+
+@dataclass
+class Ask:
+    words: dict
+
+    async def __call__(self, document, generate, suffix):
+        result = await generate(payload(f"{self.words['first']} {document.text}{suffix}"))
+        if "twice" in document.text:
+            result = await generate(payload(f"{self.words['second']} {document.text} {result.text}"))
+        return None if "dropped" in document.text else result
+
+def context(suffix):
+    return {"suffix": suffix}
+
+step = InferenceRunner(
+    Ask(WORDS),
+    InferenceConfig("endpoint", "fake", endpoint_url="URL"),
+    make_writer(Path()),
+    checkpoints_local_dir="checkpoints",
+    records_per_chunk=SIZE,
+    shared_context=partial(context, suffix=""),
+)
+executor = LocalPipelineExecutor([JsonlReader("input"), step], logging_dir="logs")
+if __name__ == "__main__":
+    executor.run()
+"""
+
+
+def test_a_script_that_is_imported_is_the_run_that_it_starts(here: Path, script: Any, command: Command) -> None:
+    shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
+    with FakeServer() as server:
+        script(OF_CLASSES.replace("URL", server.url))
+        command("migrate", "job.py", "checkpoints", "--lacking-are-dropped")
+        path = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
+        ended = processes.run([sys.executable, "job.py"], cwd=here, env=path)
+        assert ended.returncode == 0, ended.stderr
+        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+        assert "no problem" in command("verify", "job.py", "--full")
+
+
+@pytest.mark.slow
+@pytest.mark.real_process
+def test_a_script_of_datatroves_that_was_killed_is_taken_over(here: Path) -> None:
+    """Its import line is changed, and it is started as before. What that says is typed, then it is started again."""
+    write_input(here, 30, 30)
+    short = [n for n in range(60) if len(text_of(n)) < LONGEST]
+    text = (SCRIPTS / "two_stages.py").read_text()
+    path = here / "job.py"
+    path.write_text(text)
+    with FakeServer(hold_after=14) as server:
+        start = [sys.executable, "job.py", server.url, "out"]
+        process = processes.start(start, cwd=here)
+        until(lambda: server.asked.total() == 14 + 2 * 3)  # each task waits for three answers
+        until(lambda: written_by_theirs(here) == 14)
+        processes.kill_session(process.pid)
+        process.communicate()
+        server.release()
+        asked = Counter(server.asked)
+
+        assert text.count(Theirs.__module__) == 1
+        path.write_text(text.replace(Theirs.__module__, "datatrove_ckpt"))
+        refused = processes.run(start, cwd=here)
+        assert refused.returncode == 1
+        assert server.url not in "".join(re.findall("datatrove-ckpt migrate.*", refused.stderr))
+        (named,) = {*re.findall(r"datatrove-ckpt (migrate job.py \S+ \S+ --main=ARGUMENTS)", refused.stderr)}
+        words = shlex.split(named.replace("ARGUMENTS", f"'{server.url} out'"))
+        migrated = processes.run([sys.executable, "-m", "datatrove_ckpt", *words], cwd=here)
+        assert "2 ranks: 14 documents kept, 0 documents processed again" in migrated.stdout, migrated.stderr
+        assert f"To continue: python job.py {server.url} out" in migrated.stdout
+        assert server.asked == asked
+        assert not (here / "out/done").exists()
+
+        ended = processes.run(start, cwd=here)
+        assert ended.returncode == 0, ended.stderr
+        assert (here / "out/done").exists()
+        assert outputs_of(here / "out/answers") == Counter(f"id {n}" for n in short)
+        again = [question for question in asked if server.asked[question] > 1]
+        assert len(again) == 6  # those that were in flight
+        assert server.asked.total() == len(short) + 6
+
+
+def written_by_theirs(folder: Path) -> int:
+    """Documents that datatrove's runner has saved: in the output files of its chunks, and in its journals."""
+    finished = [*(folder / "out/answers").glob("*.jsonl"), *(folder / "out/checkpoints").glob("*/chunk_*.jsonl")]
+    return len({json.loads(line)["id"] for path in finished for line in path.read_text().splitlines() if line})

@@ -33,7 +33,23 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.verify_repair import repair_before_run
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    DocumentError,
+    InputError,
+    OutputFailed,
+    OutputMismatch,
+    Preempted,
+    RequestFailed,
+    ServerError,
+    StorageFailed,
+    TooManyDeadLetters,
+    UnexpectedExit,
+    causes,
+)
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.maintenance.where import with_config
@@ -106,7 +122,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             started = True
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
-                return fail(CkptError(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."), 1)
+                left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
+                return fail(left, exit_code(left, arguments.rank))
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -121,10 +138,26 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), 1)
+        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.rank))
     finally:
         say_errors_later(False)
     return 0
+
+
+def exit_code(error: Exception, rank: int | None) -> int:
+    """Of a run that an error stopped. Of one rank: what a scheduler must know, such as podFailurePolicy of Kubernetes.
+
+    2 stops all ranks, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few
+    times. It is all that other runs end with: scripts know it.
+    """
+    if rank is None:
+        return 1
+    if isinstance(error, Preempted):  # by a time limit or a notice
+        return 128 + signal.SIGTERM
+    if isinstance(error, ConfigError | CheckpointMismatch):
+        return 2
+    may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
+    return 3 if isinstance(error, DocumentError | InputError | OutputMismatch) and not may_pass else 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import make_executor, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, make_executor, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
@@ -28,8 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
-    content = read_config(arguments.config, arguments.overrides)
+    content = _content(arguments)
     executor = build(content)
+    if "kubernetes" in content:
+        from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
+        from datatrove_ckpt.preflight.run_plan import RunPlan
+
+        kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
         say(FullConfig(content, defaults=False).text().rstrip())
         return 0
@@ -42,11 +47,33 @@ def run(arguments: argparse.Namespace) -> int:
 
         start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
         arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
-        content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
+        content = _content(arguments)  # tasks may have been those of the run before
         executor = build(content)
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
+
+
+def _content(arguments: argparse.Namespace) -> Node:
+    """Of the file, with the overrides; with ``--rank`` of this one rank.
+
+    Raises:
+        ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
+    """
+    content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    if rank is None:
+        return content
+    if arguments.start_over:
+        raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
+    node = content["executor"]
+    given = node["init_args"] = node.get("init_args") or {}
+    if str(node.get("class_path")).rpartition(".")[2] != "LocalPipelineExecutor":
+        raise ConfigError(f"executor: --rank needs class_path: LocalPipelineExecutor; it is {node.get('class_path')}.")
+    tasks = given.get("tasks", 1)
+    if isinstance(tasks, int) and rank >= tasks:
+        raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
+    given |= {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
+    return content
 
 
 def doctor(arguments: argparse.Namespace) -> int:

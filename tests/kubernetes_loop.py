@@ -29,7 +29,7 @@ class Pod:
     """One process of a rank.
 
     Attributes:
-        ended_by: why it was ended: "eviction", "spot", "node lost", "out of memory"; "" if nothing ended it.
+        ended_by: "eviction", "spot" (SIGTERM, but no condition), "node lost", "cut off", or "" if nothing ended it.
         asked: the questions that it sent.
     """
 
@@ -61,12 +61,13 @@ class Pod:
         return text.replace(CONFIG, str(self._folder / "config")).replace(WORK, str(self._folder / "work"))
 
     def end(self, why: str) -> None:
-        """Begins to end it as Kubernetes does. ``wait`` does the rest."""
+        """Begins to end it as Kubernetes does. One that is cut off stands still, and may go on later (SIGCONT)."""
         self.ended_by = why
-        self.process.send_signal(signal.SIGTERM if why in ("eviction", "spot") else signal.SIGKILL)
+        numbers = {"node lost": signal.SIGKILL, "cut off": signal.SIGSTOP}
+        self.process.send_signal(numbers.get(why, signal.SIGTERM))
 
     def wait(self) -> int:
-        """Its exit code, as a container's: 128 + n of a signal. SIGKILL comes when its grace period is over."""
+        """Its exit code, as a container's: 128 + n of a signal."""
         code = self.process.wait()
         processes.kill_session(self.process.pid)
         return code if code >= 0 else 128 - code
@@ -88,6 +89,7 @@ class Cluster:
         succeeded, failed: indexes.
         exits: how often a pod ended so: by why, exit code and what followed from it.
         is_failed: a rule with FailJob fitted.
+        cut_off: pods that are not removed.
     """
 
     def __init__(self, folder: Path, manifests: str) -> None:
@@ -98,11 +100,11 @@ class Cluster:
         self._ended: queue.SimpleQueue[tuple[Pod, int]] = queue.SimpleQueue()
         self._timers: list[threading.Timer] = []
         self._failures = Counter[int]()
-        self._pods = 0
         self.active: dict[int, Pod] = {}
         self.succeeded, self.failed, self.is_failed = set[int](), set[int](), False
         self.exits = Counter[tuple[str, int, str]]()
         self.logs: list[str] = []
+        self.cut_off: list[Pod] = []
 
     def end(self, index: int, why: str) -> bool:
         """Ends the pod of an index, from any thread. Whether there was one that nothing had ended yet."""
@@ -110,6 +112,9 @@ class Cluster:
         if pod is None or pod.ended_by:
             return False
         pod.end(why)
+        if why == "cut off":
+            self.cut_off.append(pod)
+            self._ended.put((pod, 128 + signal.SIGKILL))
         if why in ("eviction", "spot"):
             timer = threading.Timer(pod.grace, pod.process.kill)
             timer.daemon = True
@@ -123,7 +128,10 @@ class Cluster:
             while waiting and len(self.active) < self._spec["parallelism"] and not self.is_failed:
                 self._start(waiting.pop(0))
             pod, code = self._ended.get()
-            self.logs.append(pod.close())
+            if self.active.get(pod.index) is not pod:  # it was cut off
+                continue
+            if pod not in self.cut_off:
+                self.logs.append(pod.close())
             del self.active[pod.index]
             if self._follows(pod, code):
                 waiting.append(pod.index)
@@ -135,8 +143,9 @@ class Cluster:
             timer.cancel()
 
     def _start(self, index: int) -> None:
-        self._pods += 1
-        pod = self.active[index] = Pod(self._folder / f"pod-{self._pods}", index, self._job, self._files)
+        # All pods see the same paths. One that is cut off keeps its own.
+        folder = self._folder / f"{index}-{sum(pod.index == index for pod in self.cut_off)}"
+        pod = self.active[index] = Pod(folder, index, self._job, self._files)
         threading.Thread(target=lambda: self._ended.put((pod, pod.wait())), daemon=True).start()
 
     def _follows(self, pod: Pod, code: int) -> bool:
@@ -155,7 +164,7 @@ class Cluster:
         return action == "Ignore"
 
     def _action(self, pod: Pod, code: int) -> str:
-        conditions = {"DisruptionTarget"} if pod.ended_by in ("eviction", "node lost") else set[str]()
+        conditions = {"DisruptionTarget"} if pod.ended_by in ("eviction", "node lost", "cut off") else set[str]()
         for rule in self._spec["podFailurePolicy"]["rules"]:
             codes = rule.get("onExitCodes")
             if codes is not None:

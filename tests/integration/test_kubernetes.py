@@ -7,6 +7,8 @@ volume, plays the bucket with input, output, logs and mirror.
 from __future__ import annotations
 
 import itertools
+import json
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -96,21 +98,20 @@ class Evictions:
     """
 
     APART = 9
-    KINDS = ("eviction", "node lost", "spot")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *kinds: str) -> None:
         self.cluster: Cluster | None = None
         self.again, self.done = Counter[str](), Counter[str]()
         self._left = number
-        self._kinds = itertools.cycle(self.KINDS)
-        self._kind = next(self._kinds)
+        self._kinds = itertools.cycle(kinds)
+        self._kind = next(self._kinds, "")
         self._answers = 0
         self._last: dict[str, Any] = {}
 
     def delay(self, payload: dict[str, Any], times: int) -> float:
         question = payload["messages"][-1]["content"]
         assert self.cluster is not None
-        pod = self.cluster.active[rank_of(question)]
+        pod = self.cluster.active.get(rank_of(question))
         if (before := self._last.get(question)) is not None:
             assert before is not pod, "asked twice by one pod"
             self.again[before.ended_by] += 1
@@ -132,7 +133,7 @@ class Evictions:
 def test_evicted_pods_write_what_an_undisturbed_run_writes(
     folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, evictions: int
 ) -> None:
-    evicted = Evictions(evictions)
+    evicted = Evictions(evictions, "eviction", "node lost", "spot")
     with FakeServer(evicted.answer, delay=evicted.delay) as server:
         job = Job(folder, server.url, 15 + 3 * evictions)
         monkeypatch.chdir(folder / "here")
@@ -150,6 +151,9 @@ def test_evicted_pods_write_what_an_undisturbed_run_writes(
         assert evicted.again["node lost"] <= evicted.done["node lost"] * (IN_FLIGHT + 2 * Evictions.APART)
         written = outputs(job.bucket / "output")
         assert len(written) == RANKS * -(-job.documents // 7)
+        stats = json.loads((job.bucket / "logs/stats.json").read_text())[-1]["stats"]
+        assert stats["documents_processed"]["total"] == RANKS * job.documents, "of all pods, written by the last one"
+        command("verify", "job.yaml", "--full")
     with FakeServer(lambda payload, times: answer(payload)) as other:
         Path("job.yaml").write_text(Path("job.yaml").read_text().replace(server.url, other.url))
         assert job.undisturbed(command) == written
@@ -178,3 +182,48 @@ def test_what_follows_from_an_exit_code_is_what_the_job_says(
         assert other.is_failed
         assert ("", 2, "FailJob") in other.exits, other.logs
         assert {code for _, code, _ in other.exits} <= {2, 143}
+
+
+@pytest.mark.slow
+def test_a_pod_ends_after_drain_seconds_although_a_server_does_not_answer(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = "document 0 7 again"
+    evicted = Evictions(0)
+
+    def delay(payload: dict[str, Any], times: int) -> float:
+        if payload["messages"][-1]["content"] != hanging or times:
+            return evicted.delay(payload, times)
+        assert evicted.cluster is not None
+        assert evicted.cluster.end(0, "spot")
+        return 4.0
+
+    with FakeServer(evicted.answer, delay=delay) as server:
+        Job(folder, server.url, 10)
+        monkeypatch.chdir(folder / "here")
+        times = ("--pipeline.1.drain_seconds=1", "--kubernetes.grace_seconds=21")
+        cluster = evicted.cluster = Cluster(folder / "pods", command("k8s", "job.yaml", *times).out)
+        cluster.run()
+        assert cluster.succeeded == {*range(RANKS)}
+        assert cluster.exits == {("spot", 143, "Ignore"): 1, ("", 0, "Succeed"): 3}
+        assert {question: times for question, times in server.asked.items() if times > 1} == {hanging: 2}
+
+
+@pytest.mark.slow
+def test_a_pod_whose_node_only_seemed_lost_gives_way_to_the_next_one(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted = Evictions(1, "cut off")
+    with FakeServer(evicted.answer, delay=evicted.delay) as server:
+        job = Job(folder, server.url, 60)
+        monkeypatch.chdir(folder / "here")
+        cluster = evicted.cluster = Cluster(folder / "pods", job.manifests(command))
+        cluster.run()
+        (lost,) = cluster.cut_off
+        lost.process.send_signal(signal.SIGCONT)
+        assert lost.process.wait(60) == 1
+        assert "Another process has taken this rank over" in lost.close()
+        assert cluster.succeeded == {*range(RANKS)}
+        command("verify", "job.yaml", "--full")
+        ids = [json.loads(line)["id"] for file in outputs(job.bucket / "output").values() for line in file.splitlines()]
+        assert len(ids) == len({*ids}) == RANKS * job.documents

@@ -57,6 +57,7 @@ from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.retrying import READING
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
@@ -131,7 +132,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
-        if isinstance(error, ConfigError) and not started:
+        if isinstance(error, ConfigError) and not started and arguments.rank is None:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
@@ -154,6 +155,8 @@ def exit_code(error: Exception, rank: int | None) -> int:
         return 1
     if isinstance(error, Preempted):  # by a time limit or a notice
         return 128 + signal.SIGTERM
+    if READING.passes(error):  # the hub, or S3, is away: that may show as ConfigError, or as InputError
+        return 1
     if isinstance(error, ConfigError | CheckpointMismatch):
         return 2
     may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))

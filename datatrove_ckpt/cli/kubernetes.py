@@ -22,17 +22,19 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, read_config, words_of
-from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump
+from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.output.folders import writers_of
 from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _SECTION = "kubernetes"
 # Where the pod finds things. A working folder of the submitting machine that is on a volume is the pod's, too.
 _WORK, _CONFIG = "/work", "/etc/datatrove-ckpt"
-# Seconds after the drain: rollouts end, the last upload of a mirror (5), a server stops (10).
-_TO_SAVE = 20.0
+# Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror (5).
+_TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
 _MOST_BYTES = 200_000
 _MOST_TASKS = 100_000  # of a Job with backoffLimitPerIndex
@@ -71,7 +73,9 @@ def k8s(arguments: argparse.Namespace) -> int:
     _refuse_lost(plan, job)
     metadata = {"name": _name(job, source, plan.tasks)}
     metadata |= {} if job.namespace is None else {"namespace": job.namespace}
-    say(f"{dump(_config_map(content, plan, metadata))}---\n{dump(_job(plan, job, metadata))}".rstrip())
+    config_map, manifest = _config_map(content, plan, metadata), _job(plan, job, metadata)
+    _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
+    say(f"{dump(config_map)}---\n{dump(manifest)}".rstrip())
     return 0
 
 
@@ -82,13 +86,17 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
         ConfigError: a mistake in it, or too little time.
     """
     job: KubernetesJob = construct(KubernetesJob, content.get(_SECTION), _SECTION)
-    drain = max((runner.step.drain_seconds for runner in plan.runners), default=0.0)
-    if drain + _TO_SAVE > job.grace_seconds:
-        longest = job.grace_seconds - _TO_SAVE
+    steps = [runner.step for runner in plan.runners]
+    drain = max((step.drain_seconds for step in steps), default=0.0)
+    stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())
+    saving = _TO_SAVE + max(stops, default=0.0)
+    if drain + saving > job.grace_seconds:
+        longest = job.grace_seconds - saving
         shorter = f", or drain_seconds to at most {longest:g}" if longest >= 0 else ""
         raise ConfigError(
             f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to {drain:g} s "
-            f"(drain_seconds), and saving {_TO_SAVE:g} s. Set it to at least {drain + _TO_SAVE:g}{shorter}."
+            f"(drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it to at least "
+            f"{drain + saving:g}{shorter}."
         )
     return job
 
@@ -98,15 +106,11 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
     Raises:
         ConfigError: names all that would be on the pod's own disk.
     """
-    folders: dict[str, DataFolder] = {"logging_dir": plan.logging_dir}
-    folders |= {
-        f"data_folder of pipeline[{index}]": getattr(step, "data_folder", None)
-        for index, step in enumerate(plan.pipeline)
-    }
-    folders |= {
-        f"output_folder of pipeline[{runner.index}]": runner.step.output_writer.output_folder for runner in plan.runners
-    }
-    local = {name: folder for name, folder in folders.items() if folder is not None and folder.is_local()}
+    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
+    for index, step in enumerate(plan.pipeline):
+        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
+    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
+    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
     lost = [name for name, folder in local.items() if not job.is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
         step, mirror = runner.step, runner.step.checkpoints_remote_dir
@@ -139,14 +143,9 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
     """With the job's file, and the modules in this folder that building it has imported.
 
     Raises:
-        ConfigError: the file holds what may be a secret, or is too large.
+        ConfigError: the file is too large.
     """
     text = FullConfig(content, defaults=False).text()
-    if MASK in text:
-        raise ConfigError(
-            "the job holds what may be a secret (`run --print-config` hides it), and a ConfigMap is no place for one. "
-            f"Let the job read it from the environment, out of a Secret that {_SECTION}.secrets names."
-        )
     data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
     if left < 0:
         raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
@@ -158,6 +157,19 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
         if module not in ("datatrove", "datatrove_ckpt") and f"{module}.py" not in data:
             print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _refuse_secrets(*texts: tuple[str, object]) -> None:
+    """
+    Raises:
+        ConfigError: names the first that holds what may be one.
+    """
+    for place, text in texts:
+        if isinstance(text, str) and (MASK in text or redact(text) != text or is_surely_secret("", text)):
+            raise ConfigError(
+                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is no place for one. "
+                f"Let the job read it from the environment, out of a Secret that {_SECTION}.secrets names."
+            )
 
 
 def _modules_here() -> Iterator[Path]:

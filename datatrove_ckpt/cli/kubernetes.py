@@ -21,11 +21,11 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.run import refuse_other_kinds
 from datatrove_ckpt.cli.short_form import Node, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.output.folders import writers_of
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.redaction import is_surely_secret, redact
@@ -66,8 +66,7 @@ def k8s(arguments: argparse.Namespace) -> int:
     arguments.words = words_of(arguments.config)
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
-    if not isinstance(executor, LocalPipelineExecutor):
-        raise ConfigError(f"executor: k8s needs class_path: LocalPipelineExecutor; it is {type(executor).__name__}.")
+    refuse_other_kinds(executor, "k8s")
     plan = RunPlan(executor)
     job = kubernetes_job(content, plan)
     _refuse_lost(plan, job)

@@ -10,6 +10,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
@@ -18,6 +19,9 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.task_errors import log_disabled
+
+if TYPE_CHECKING:
+    from datatrove.executor.base import PipelineExecutor
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
-    content = _content(arguments)
-    executor = build(content)
+    content, executor = _build(arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -47,33 +50,46 @@ def run(arguments: argparse.Namespace) -> int:
 
         start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
         arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
-        content = _content(arguments)  # tasks may have been those of the run before
-        executor = build(content)
+        content, executor = _build(arguments)  # tasks may have been those of the run before
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
 
 
-def _content(arguments: argparse.Namespace) -> Node:
-    """Of the file, with the overrides; with ``--rank`` of this one rank.
+def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
+    """The file's content, with the overrides, and what it describes; with ``--rank`` that one rank.
 
     Raises:
         ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
     """
     content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    executor = build(content)
     if rank is None:
-        return content
+        return content, executor
     if arguments.start_over:
         raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
-    node = content["executor"]
-    given = node["init_args"] = node.get("init_args") or {}
-    if str(node.get("class_path")).rpartition(".")[2] != "LocalPipelineExecutor":
-        raise ConfigError(f"executor: --rank needs class_path: LocalPipelineExecutor; it is {node.get('class_path')}.")
-    tasks = given.get("tasks", 1)
-    if isinstance(tasks, int) and rank >= tasks:
+    refuse_other_kinds(executor, "--rank")
+    if rank >= (tasks := executor.world_size):
         raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
-    given |= {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
-    return content
+    given = content["executor"].get("init_args") or {}
+    content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
+    return content, build(content)
+
+
+def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
+    """
+    Raises:
+        ConfigError: its ranks cannot run alone, each on a machine of its own.
+    """
+    from datatrove_ckpt.executor import LocalPipelineExecutor  # slow to import
+
+    if not isinstance(executor, LocalPipelineExecutor):
+        given = type(executor).__name__
+        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
+    if executor.depends is not None:
+        raise ConfigError(
+            "executor: depends: each rank would run that job. Run it first, as one of its own, and remove this."
+        )
 
 
 def doctor(arguments: argparse.Namespace) -> int:

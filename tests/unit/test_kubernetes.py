@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
@@ -190,14 +191,19 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
     [
         ("--executor.logging_dir=logs", r"a folder on a claim of kubernetes.volumes: logging_dir\."),
         ("--pipeline.0.data_folder=in", r"data_folder of pipeline\[0\]\."),
-        ("--pipeline.1.output_writer.output_folder=out", r"output_folder of pipeline\[1\]\."),
+        ("--pipeline.1.output_writer.output_folder=out", r"output_folder of pipeline\[1\] InferenceRunner: output_writer\."),
         ("--pipeline.1.checkpoints_remote_dir=null", r": checkpoints_remote_dir \(the mirror"),
         ("--pipeline.1.checkpoints_remote_dir=mirror", r": checkpoints_remote_dir \(the mirror"),
         ("--kubernetes.grace_seconds=39", r"39 s are too few.* 20 s \(drain_seconds\).* least 40, or .* most 19"),
         ("--pipeline.1.drain_seconds=41", "Set it to at least 61, or drain_seconds to at most 40"),
+        ("--pipeline.1.config.server_stop_timeout_sec=31", r"server_stop_timeout_sec\) 41 s\. Set it to at least 61"),
+        ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each rank"),
         ("--kubernetes.name=My_Job", "name: 'My_Job' is not one to 61 of a-z"),
         ("--kubernetes.name=" + "x" * 62, "is not one to 61 of a-z"),
         ("--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}", "secrets: \\[NAME\\]"),
+        ("--kubernetes.env={PROXY: 'http://me:word@proxy'}", r"Job.*: holds what may be a secret"),
+        ("--kubernetes.pod={initContainers: [{env: [{name: X, value: hf_A1b2C3d4E5f6G7h8}]}]}", "initContainers.0.env.0"),
+        ("--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}", "ConfigMap.job.yaml: holds"),
         ("--kubernetes.pod={containers: []}", "pod: containers: is set by this command"),
         ("--kubernetes.volumes={shared: data}", "must be mounted at an absolute path"),
         ("--kubernetes.backoff=-1", "backoff: must be at least 0"),
@@ -207,6 +213,19 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
 def test_what_cannot_work_is_refused(command: Command, change: str, says: str) -> None:
     on_volume()
     assert re.search(says, command("k8s", "job.yaml", change, code=2).error)
+
+
+def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command: Command) -> None:
+    on_volume()
+    step = "      - {class_path: JsonlWriter, init_args: {output_folder: here}}\n"
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("kubernetes:", f"{step}kubernetes:"))
+    assert "volumes: output_folder of pipeline[2] JsonlWriter." in command("k8s", "job.yaml", code=2).error
+
+
+def test_a_key_in_a_module_is_refused(command: Command) -> None:
+    Path("k8s_key.py").write_text("KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n")
+    on_volume("k8s_key.rollout")
+    assert "ConfigMap.k8s_key.py: holds what may be a secret" in command("k8s", "job.yaml", code=2).error
 
 
 def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None:
@@ -219,6 +238,7 @@ def test_only_tasks_of_this_machine_are_run_by_rank(command: Command) -> None:
     on_volume()
     assert "--rank 4: the job has tasks: 4, so its ranks are 0 to 3" in command("run", "job.yaml", "--rank", 4, code=2)
     assert "without --rank" in command("run", "job.yaml", "--rank", 0, "--start-over", code=2).error
+    assert "init_args: 3 is not a mapping" in command("run", "job.yaml", "--rank", 0, "--executor=3", code=2).error
     slurm = str(ROOT / "configs/slurm.yaml")
     assert "--rank needs class_path: LocalPipelineExecutor" in command("run", slurm, "--rank", 0, code=2).error
 
@@ -234,6 +254,7 @@ def test_one_rank_runs_alone_and_its_exit_code_tells_what_happened(command: Comm
         run = ("run", "job.yaml", "--rank")
         command(*run, 1)
         assert [path.name for path in Path("output").iterdir()] == ["00001_00000.jsonl"]
+        command(*run, 1)  # it is complete
         assert server.asked.total() == 1
         command(*run, 2, code=3)
         command("run", "job.yaml", "--executor.local_rank_offset=2", "--executor.local_tasks=1", code=1)
@@ -243,11 +264,17 @@ def test_one_rank_runs_alone_and_its_exit_code_tells_what_happened(command: Comm
         letters = ("--pipeline.1.on_document_error=dead_letter", "--fail-on-dead-letters")
         command(*run, 2, *letters, code=3)
         assert "--rank" in command(*run, 2, *letters, code=None).out, "the commands that it advises are of this rank"
+        command(*run, 0, *letters)  # which are those of another rank
 
 
 def from_server() -> errors.CkptError:
     error = errors.DocumentFailed("a request failed")
     error.__cause__ = errors.RequestFailed("503")
+    return error
+
+
+def from_network(error: errors.CkptError) -> errors.CkptError:
+    error.__cause__ = httpx.ConnectError("no route")
     return error
 
 
@@ -261,6 +288,8 @@ def from_server() -> errors.CkptError:
         (errors.InputError("damaged"), 3),
         (errors.OutputMismatch("gone"), 3),
         (from_server(), 1),
+        (from_network(errors.ConfigError("generation_config: the hub does not give it")), 1),
+        (from_network(errors.InputError("the hub is away")), 1),
         (errors.OutputFailed("the bucket is away"), 1),
         (errors.StorageFailed("full"), 1),
         (errors.ServerRefused("401"), 1),

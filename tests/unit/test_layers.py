@@ -39,7 +39,7 @@ ROOMS = {
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "cli": "errors formatting redaction config process checkpoint maintenance preflight executor",
+    "cli": "errors formatting redaction retrying config process checkpoint output maintenance preflight executor",
     "testing": "checkpoint mirror",
 }
 

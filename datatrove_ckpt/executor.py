@@ -133,7 +133,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not ranks:
             logger.info(f"{all_are(len(local), 'task').capitalize()} complete already.")
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
-                self._write_stats(self._stats_of_complete(local))
+                self._write_stats(self._stats_of_complete(local), local)
             return None
         self.save_executor_as_json()
         if len(ranks) < len(local):
@@ -150,7 +150,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 f"{len(left)} of {self.world_size} tasks have ended, but are not marked as complete; task {left[0]} is "
                 f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
             )
-        self._write_stats(stats)
+        self._write_stats(stats, local)
         if self.local_tasks > 1:  # the only one has said its own
             logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
         return stats
@@ -174,7 +174,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 logger.warning(f"stats.json has no numbers of task {rank}: its file in stats/ is gone.")
         return saved
 
-    def _write_stats(self, stats: PipelineStats) -> None:
+    def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
+        """Of all tasks. The others may run on other machines: the last one to end writes it."""
+        others = set(range(self.world_size)) - set(local)
+        if self.get_incomplete_ranks(others, skip_completed=True):
+            return
+        stats = sum([self._stats_of_complete(others)] * bool(others), start=stats)
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
 

@@ -33,7 +33,23 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.verify_repair import repair_before_run
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, InputError, StorageFailed, UnexpectedExit
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    DocumentError,
+    InputError,
+    OutputFailed,
+    OutputMismatch,
+    Preempted,
+    RequestFailed,
+    ServerError,
+    StorageFailed,
+    TooManyDeadLetters,
+    UnexpectedExit,
+    causes,
+)
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.maintenance.where import with_config
@@ -41,6 +57,7 @@ from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.retrying import READING
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
@@ -106,7 +123,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             started = True
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
-                return fail(CkptError(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."), 1)
+                left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
+                return fail(left, exit_code(left, arguments.rank))
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -114,17 +132,35 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
-        if isinstance(error, ConfigError) and not started:
+        if isinstance(error, ConfigError) and not started and arguments.rank is None:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), 1)
+        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.rank))
     finally:
         say_errors_later(False)
     return 0
+
+
+def exit_code(error: Exception, rank: int | None) -> int:
+    """Of a run that an error stopped. Of one rank: what a scheduler must know, such as podFailurePolicy of Kubernetes.
+
+    2 stops all ranks, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few
+    times. It is all that other runs end with: scripts know it.
+    """
+    if rank is None:
+        return 1
+    if isinstance(error, Preempted):  # by a time limit or a notice
+        return 128 + signal.SIGTERM
+    if READING.passes(error):  # the hub, or S3, is away: that may show as ConfigError, or as InputError
+        return 1
+    if isinstance(error, ConfigError | CheckpointMismatch):
+        return 2
+    may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
+    return 3 if isinstance(error, DocumentError | InputError | OutputMismatch) and not may_pass else 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

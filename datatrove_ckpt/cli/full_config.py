@@ -45,7 +45,7 @@ class FullConfig:
         self._with_defaults = defaults
         self._defaults: list[str] = []
         self._secrets: list[str] = []
-        self._content = {"executor": self._node(content["executor"], "executor")}
+        self._content = {**content, "executor": self._node(content["executor"], "executor")}
 
     def text(self) -> str:
         """The configuration as YAML, with secrets masked."""

@@ -172,8 +172,8 @@ def _prices(text: str) -> tuple[float, float]:
     return _price(first), _price(second if comma else first)
 
 
-def _count(of: str, text: str) -> int:
-    return int(_number(f"number of {of}, such as 8", lambda number: number in range(1, 10**7), text))
+def _count(of: str, text: str, least: int = 1) -> int:
+    return int(_number(f"number of {of}, such as 8", lambda number: number in range(least, 10**7), text))
 
 
 def parse_time(text: str) -> float:
@@ -208,6 +208,7 @@ _TOKEN_PRICE = _argument(
 )
 
 _N = partial(_count, "documents")
+_RANK = partial(_count, "a rank", least=0)
 
 # commands ------------------------------------------------------------------------------------------------------------
 
@@ -237,6 +238,7 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
     _flag("--start-over", "rename what the run has made (runs/x to runs/x.1), and begin anew; not needed to resume"),
+    _argument("N", "run this one of the tasks, from 0, as a pod of Kubernetes does", "--rank", type=_RANK),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
     _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
     listed="run the pipeline of a YAML file; run it again to resume",
@@ -255,7 +257,28 @@ def run() -> None:
       1  stopped by an error; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
+         with --rank also: the checkpoint or the input is another run's, so no rank can go on
+      3  with --rank: documents, input or output of this rank are the cause; other ranks can go on
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
+         with --rank also 143: stopped early without a signal, by a time limit or a notice
+    """
+
+
+@_command("kubernetes", _CONFIG)
+def k8s() -> None:
+    """Print the job for Kubernetes: a ConfigMap and an Indexed Job.
+
+    examples:
+      datatrove-ckpt k8s configs/kubernetes.yaml
+
+    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources and volumes; each index of
+    the Job runs one task. What a pod would lose is refused. It asks no cluster.
+
+    exit codes:
+      0  the manifests are printed
+      2  a mistake in CONFIG or on the command line, or work that would be lost with a pod
+
+    (OVERRIDES)
     """
 
 

@@ -10,14 +10,18 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import make_executor, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, make_executor, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance.where import is_script, start_command
+
+if TYPE_CHECKING:
+    from datatrove.executor.base import PipelineExecutor
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,8 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     if is_script(arguments.config):
         command = start_command([arguments.config, *arguments.overrides])
         raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
-    content = read_config(arguments.config, arguments.overrides)
-    executor = build(content)
+    content, executor = _build(arguments)
+    if "kubernetes" in content:
+        from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
+        from datatrove_ckpt.preflight.run_plan import RunPlan
+
+        kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
         say(FullConfig(content, defaults=False).text().rstrip())
         return 0
@@ -45,11 +53,46 @@ def run(arguments: argparse.Namespace) -> int:
 
         start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
         arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
-        content = read_config(arguments.config, arguments.overrides)  # tasks may have been those of the run before
-        executor = build(content)
+        content, executor = _build(arguments)  # tasks may have been those of the run before
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
+
+
+def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
+    """The file's content, with the overrides, and what it describes; with ``--rank`` that one rank.
+
+    Raises:
+        ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
+    """
+    content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    executor = build(content)
+    if rank is None:
+        return content, executor
+    if arguments.start_over:
+        raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
+    refuse_other_kinds(executor, "--rank")
+    if rank >= (tasks := executor.world_size):
+        raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
+    given = content["executor"].get("init_args") or {}
+    content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
+    return content, build(content)
+
+
+def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
+    """
+    Raises:
+        ConfigError: its ranks cannot run alone, each on a machine of its own.
+    """
+    from datatrove_ckpt.executor import LocalPipelineExecutor  # slow to import
+
+    if not isinstance(executor, LocalPipelineExecutor):
+        given = type(executor).__name__
+        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
+    if executor.depends is not None:
+        raise ConfigError(
+            "executor: depends: each rank would run that job. Run it first, as one of its own, and remove this."
+        )
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from datatrove_ckpt.cli.yaml_config import (
     parameters_of,
     sayable,
 )
+from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 
 Schema = dict[str, Any]
@@ -59,7 +60,10 @@ def make_schema() -> Schema:
         "title": "A file for datatrove-ckpt run",
         "type": "object",
         "if": {"required": ["executor"]},
-        "then": {"properties": {"executor": definitions.node([PipelineExecutor])}, "additionalProperties": False},
+        "then": {
+            "properties": {"executor": definitions.node([PipelineExecutor]), "kubernetes": definitions.section()},
+            "additionalProperties": False,
+        },
         "else": definitions.short(),
         "definitions": definitions.found,
     }
@@ -105,6 +109,10 @@ class _Definitions:
             properties |= {name: value for name, value in self.found[key]["properties"].items() if name not in OURS}
         properties |= self.found[key]["properties"]
         return {"properties": properties, "required": ["run_folder", "input"], "additionalProperties": False}
+
+    def section(self) -> Schema:
+        """The settings of ``datatrove-ckpt k8s``."""
+        return self._arguments(KubernetesJob)
 
     def _choice(self, name: str) -> Schema:
         """With this class_path, init_args must be the class's."""

@@ -38,6 +38,7 @@ from datatrove_ckpt.cli.yaml_config import (
     refuse_unknown,
     set_at_path,
 )
+from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.maintenance.where import is_script
@@ -72,8 +73,9 @@ class ShortJob:
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
-        tasks: None: 1 here, and on Slurm one for each input file, up to 100.
+        tasks: None: 1 here, and on Slurm and Kubernetes one for each input file, up to 100.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
+        kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
     """
 
     run_folder: str
@@ -85,6 +87,12 @@ class ShortJob:
     endpoint: str | list[str] | None = None
     tasks: int | None = None
     slurm: Node | None = None
+    kubernetes: KubernetesJob | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The tasks run on other machines than this one, with GPUs of their own."""
+        return self.slurm is not None or self.kubernetes is not None
 
 
 # As configs/slurm.yaml explains them.
@@ -125,7 +133,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
 
         return content_of(make_executor(path, overrides))
     content = {} if path is None else load(path)
-    named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline)\.", one)]
+    named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)]
     for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
         if times > 1:
             raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
@@ -182,7 +190,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
             "writes the long form, where output_folder may be a URL."
         )
     root = Path(job.run_folder).expanduser()
-    tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (1 if job.slurm is None else None)
+    tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
     reader, files = _reader(job.input, source, tasks is None, only_look)
     rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
     runner: Node = {"rollout_fn": rollout, "config": config}
@@ -220,7 +228,8 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
         slurm |= {} if job.endpoint else {"gpus_per_task": 1}
         return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
-    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor)}
+    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
+    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor), **section}
 
 
 def run(
@@ -382,14 +391,14 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
-    if is_gguf or (not gpus and job.slurm is None):
+    if is_gguf or (not gpus and not job.is_elsewhere):
         # It is quantised, so its name is not that on GPUs: a run that began with one must not go on with the other.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
         config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
         # Each request in work costs the memory of a whole context.
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
-    if len(gpus) > 1 and job.slurm is None and not {"tp", "dp", "pp"} & content.keys():
+    if len(gpus) > 1 and not job.is_elsewhere and not {"tp", "dp", "pp"} & content.keys():
         config["replicas"] = len(gpus)
     return config
 

@@ -80,7 +80,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """The file's content. Builds nothing.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not have the one key "executor".
+        ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
     is_other = Path(path).suffix not in (".yaml", ".yml")
     hint = " A YAML file goes there; a pattern, or a value with spaces, needs quotes." * is_other
@@ -99,7 +99,7 @@ def load(path: str | Path) -> dict[str, Any]:
             "form: run_folder, input, prompt and model."
         )
     if "executor" in content:
-        refuse_unknown(content, ["executor"], str(path), _homes)
+        refuse_unknown(content, ["executor", "kubernetes"], str(path), _homes)
     return content
 
 
@@ -351,7 +351,7 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
     keys = [key for key in path.split(".") if key != "init_args"]
     if short is not None:
         keys = [key.replace("-", "_") for key in keys]
-    elif keys[0] != "executor":
+    elif keys[0] not in ("executor", "kubernetes"):
         keys = ["executor", *keys]
     if short is not None and not text:
         raise ConfigError(f"--{path}: its value is empty. Leave it out, or write null for no value.")

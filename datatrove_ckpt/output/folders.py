@@ -45,7 +45,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
     Raises:
         ConfigError: naming both steps.
     """
-    writers = list(_writers(pipeline))
+    writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
             _refuse_own(step, f"pipeline[{index}] ", writer, place)
@@ -86,7 +86,8 @@ def _refuse_own(step: object, index: str, writer: DiskWriter, place: str) -> Non
         )
 
 
-def _writers(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
+def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
+    """All that write files, each after its place in messages."""
     for index, step in enumerate(pipeline):
         place = f"pipeline[{index}] {type(step).__name__}"
         for name in ("output_writer", "exclusion_writer"):

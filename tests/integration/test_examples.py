@@ -315,8 +315,18 @@ def _damaged() -> None:
     Path("checkpoints/00000/run.json").write_text("{")
 
 
+def _array() -> None:
+    Path("documents/a.jsonl").write_text(json.dumps([{"text": "Rain falls.", "id": "rain"}]))
+
+
 def _nothing() -> None:
     pass
+
+
+ELSEWHERE = (
+    "--executor.logging_dir=new/logs --pipeline.1.checkpoints_local_dir=new/checkpoints "
+    "--pipeline.1.output_writer.output_folder=new/out"
+)
 
 
 Scenario = tuple[Callable[[], None], str]
@@ -324,6 +334,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("run", "0"): (_nothing, "run job.yaml"),
     ("run", "1"): (_nothing, "run job.yaml --executor.skip_completed=false --pipeline.1.metadata_key=other"),
     ("run", "2"): (_nothing, "run job.yaml --executor.taks=4"),
+    ("run", "3"): (_array, f"run job.yaml --rank 0 {ELSEWHERE}"),
     ("run", "128 + n"): (_interrupted, "run job.yaml"),
     ("doctor", "0"): (_nothing, "doctor job.yaml"),
     ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),
@@ -356,6 +367,8 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("reshard", "0"): (_unfinished, "reshard job.yaml --tasks 2 --dry-run"),
     ("reshard", "1"): (_damaged, "reshard job.yaml --tasks 2"),
     ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
+    ("k8s", "0"): (_nothing, f"k8s {ROOT}/configs/kubernetes.yaml"),
+    ("k8s", "2"): (_nothing, "k8s job.yaml --kubernetes.image=i"),
     ("schema", "0"): (_nothing, "schema"),
     ("schema", "2"): (_nothing, "schema job.yaml"),
 }

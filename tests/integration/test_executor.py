@@ -101,6 +101,15 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     assert sorted(attempts(tmp_path)) == [3, 5, 6]
 
 
+def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path: Path) -> None:
+    for rank in (2, 0, 1):
+        LocalPipelineExecutor(
+            [Step(tmp_path)], 3, 1, str(tmp_path / "logs"), local_tasks=1, local_rank_offset=rank
+        ).run()
+        assert (tmp_path / "logs" / "stats.json").exists() == (rank == 1)
+    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"] == 3
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("fails", "workers", "error"),

@@ -40,7 +40,8 @@ ROOMS = {
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "operations": "errors process checkpoint maintenance preflight runner",
-    "cli": "errors formatting redaction config process checkpoint maintenance preflight executor operations",
+    "cli": "errors formatting redaction retrying config process checkpoint output maintenance preflight executor"
+    " operations",
     "testing": "checkpoint mirror",
 }
 

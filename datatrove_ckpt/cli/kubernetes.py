@@ -1,0 +1,233 @@
+"""``datatrove-ckpt k8s``: a job as a ConfigMap and an Indexed Job of Kubernetes, for ``kubectl apply -f -``.
+
+    index of the Job    a rank: its pods run ``run job.yaml --rank INDEX``
+    ConfigMap           the job's file in the long form, and the modules beside it that it imports
+    emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a volume
+    podFailurePolicy    what follows from the exit codes of ``run --rank`` (``cli/execution.py``)
+
+The controller starts a rank's next pod when the last one has ended. If a node only seems to be gone, the mirror or the
+lock tells which of two pods goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.run import refuse_other_kinds
+from datatrove_ckpt.cli.short_form import Node, read_config, words_of
+from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
+from datatrove_ckpt.config.kubernetes import KubernetesJob
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.folders import writers_of
+from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.redaction import is_surely_secret, redact
+
+_SECTION = "kubernetes"
+# Where the pod finds things. A working folder of the submitting machine that is on a volume is the pod's, too.
+_WORK, _CONFIG = "/work", "/etc/datatrove-ckpt"
+# Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror (5).
+_TO_SAVE = 10.0
+# ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
+_MOST_BYTES = 200_000
+_MOST_TASKS = 100_000  # of a Job with backoffLimitPerIndex
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL_LENGTH = 63
+
+
+def _on_exit(action: str, *codes: int) -> Node:
+    return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
+
+
+# The first rule that fits counts. Without one, a failure is one of ``backoff``.
+_RULES: list[Node] = [
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},  # evicted, node lost
+    _on_exit("Ignore", 129, 130, 138, 143),  # drained on SIGHUP, SIGINT, SIGUSR1, SIGTERM
+    _on_exit("FailJob", 2),
+    _on_exit("FailIndex", 3),
+]
+
+
+def k8s(arguments: argparse.Namespace) -> int:
+    """Prints the manifests. Returns the exit code.
+
+    Raises:
+        ConfigError: a mistake in the file, or a job that would lose its work with its pods.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
+    source = arguments.config or "the command line"
+    arguments.words = words_of(arguments.config)
+    content = read_config(arguments.config, arguments.overrides)
+    executor = build(content)
+    refuse_other_kinds(executor, "k8s")
+    plan = RunPlan(executor)
+    job = kubernetes_job(content, plan)
+    _refuse_lost(plan, job)
+    metadata = {"name": _name(job, source, plan.tasks)}
+    metadata |= {} if job.namespace is None else {"namespace": job.namespace}
+    config_map, manifest = _config_map(content, plan, metadata), _job(plan, job, metadata)
+    _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
+    say(f"{dump(config_map)}---\n{dump(manifest)}".rstrip())
+    return 0
+
+
+def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
+    """The section of a job's content; checks that a drain ends before the grace period.
+
+    Raises:
+        ConfigError: a mistake in it, or too little time.
+    """
+    job: KubernetesJob = construct(KubernetesJob, content.get(_SECTION), _SECTION)
+    steps = [runner.step for runner in plan.runners]
+    drain = max((step.drain_seconds for step in steps), default=0.0)
+    stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())
+    saving = _TO_SAVE + max(stops, default=0.0)
+    if drain + saving > job.grace_seconds:
+        longest = job.grace_seconds - saving
+        shorter = f", or drain_seconds to at most {longest:g}" if longest >= 0 else ""
+        raise ConfigError(
+            f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to {drain:g} s "
+            f"(drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it to at least "
+            f"{drain + saving:g}{shorter}."
+        )
+    return job
+
+
+def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
+    """
+    Raises:
+        ConfigError: names all that would be on the pod's own disk.
+    """
+    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
+    for index, step in enumerate(plan.pipeline):
+        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
+    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
+    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
+    lost = [name for name, folder in local.items() if not job.is_kept(folder.resolve_paths(""))]
+    for runner in plan.runners:
+        step, mirror = runner.step, runner.step.checkpoints_remote_dir
+        if step.checkpoints_local_dir is None:
+            lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
+        elif not job.is_kept(str(step.checkpoints_local_dir)) and not (mirror and job.is_kept(str(mirror))):
+            lost.append("checkpoints_remote_dir (the mirror of checkpoints_local_dir)")
+    if lost:
+        raise ConfigError(
+            f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL (s3://..., "
+            f"hf://buckets/...), or to a folder on a claim of kubernetes.volumes: {'; '.join(lost)}."
+        )
+
+
+def _name(job: KubernetesJob, source: str, tasks: int) -> str:
+    """
+    Raises:
+        ConfigError: it is no name for the pods of so many tasks.
+    """
+    if tasks > _MOST_TASKS:
+        raise ConfigError(f"executor: tasks: a Job of Kubernetes has at most {_MOST_TASKS}; they are {tasks}.")
+    most = _LABEL_LENGTH - 1 - len(str(tasks - 1))
+    name = job.name or re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower()).strip("-")[:most].rstrip("-")
+    if not _LABEL.fullmatch(name) or len(name) > most:
+        raise ConfigError(f"{_SECTION}: name: {name!r} is not one to {most} of a-z, 0-9 and -, with a letter first.")
+    return name
+
+
+def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
+    """With the job's file, and the modules in this folder that building it has imported.
+
+    Raises:
+        ConfigError: the file is too large.
+    """
+    text = FullConfig(content, defaults=False).text()
+    data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
+    if left < 0:
+        raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
+    for path in sorted(_modules_here()):
+        if (size := path.stat().st_size) <= left:
+            data[path.name], left = path.read_text(encoding="utf-8"), left - size
+    for runner in plan.runners:
+        module = getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
+        if module not in ("datatrove", "datatrove_ckpt") and f"{module}.py" not in data:
+            print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _refuse_secrets(*texts: tuple[str, object]) -> None:
+    """
+    Raises:
+        ConfigError: names the first that holds what may be one.
+    """
+    for place, text in texts:
+        if isinstance(text, str) and (MASK in text or redact(text) != text or is_surely_secret("", text)):
+            raise ConfigError(
+                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is no place for one. "
+                f"Let the job read it from the environment, out of a Secret that {_SECTION}.secrets names."
+            )
+
+
+def _modules_here() -> Iterator[Path]:
+    """Their files; of packages, none."""
+    here = Path.cwd()
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path == here / f"{name}.py":
+            yield path
+
+
+def _job(plan: RunPlan, job: KubernetesJob, metadata: Node) -> Node:
+    here = str(Path.cwd()) if job.is_kept(str(Path.cwd())) else _WORK
+    mounts = [{"name": "job", "mountPath": _CONFIG, "readOnly": True}, {"name": "work", "mountPath": _WORK}]
+    volumes: list[Node] = [{"name": "job", "configMap": {"name": metadata["name"]}}, {"name": "work", "emptyDir": {}}]
+    for index, (claim, path) in enumerate((job.volumes or {}).items()):
+        mounts.append({"name": f"claim-{index}", "mountPath": path})
+        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
+    folders = {str(runner.step.checkpoints_local_dir) for runner in plan.runners}
+    for index, folder in enumerate(sorted(one for one in folders if one.startswith("/") and not job.is_kept(one))):
+        mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})  # no container layer
+    gpus = _gpus(plan) if job.gpus is None else job.gpus
+    if gpus > 1:  # NCCL needs more than the 64 MiB of a container
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    env = {"PYTHONPATH": _CONFIG, **(job.env or {})}
+    container: Node = {
+        "name": "rank",
+        "image": job.image,
+        "command": ["datatrove-ckpt", "run", f"{_CONFIG}/job.yaml", "--rank", "$(JOB_COMPLETION_INDEX)"],
+        "workingDir": here,
+        "env": [{"name": variable, "value": value} for variable, value in env.items()],
+        "envFrom": [{"secretRef": {"name": secret}} for secret in job.secrets or ()],
+        "resources": {"requests": {"cpu": str(job.cpu), "memory": job.memory}},
+        "volumeMounts": mounts,
+    }
+    if gpus:
+        container["resources"]["limits"] = {job.gpu_resource: gpus}
+    pod: Node = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "shareProcessNamespace": True,  # the kernel keeps from process 1 each signal that it has no handler for yet
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    spec: Node = {
+        "completionMode": "Indexed",
+        "completions": plan.tasks,
+        "parallelism": min(job.parallelism or plan.tasks, plan.tasks),
+        "backoffLimitPerIndex": job.backoff,
+        "podFailurePolicy": {"rules": _RULES},
+        "template": {"spec": pod | (job.pod or {})},
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _gpus(plan: RunPlan) -> int:
+    """Of one rank."""
+    configs = [config for runner in plan.runners for config in runner.step.models.values()]
+    leased = (config.gpus_each * config.replicas for config in configs if config.engine.leases_gpus)
+    return sum(leased) + sum(config.gpus or 0 for config in configs if not config.engine.leases_gpus)

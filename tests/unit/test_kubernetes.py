@@ -1,0 +1,303 @@
+"""What ``datatrove-ckpt k8s`` prints and refuses, and the exit codes of ``run --rank``, which its Job relies on.
+
+``tests/data/kubernetes_1_33.json`` has the definitions of the API's published schema (api/openapi-spec of
+github.com/kubernetes/kubernetes, v1.33.0) that a Job and a ConfigMap need: without descriptions, and strict, so that
+unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+
+from datatrove_ckpt import errors
+from datatrove_ckpt.cli.execution import exit_code
+from datatrove_ckpt.cli.short_form import read_config
+from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command, Printed
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs/kubernetes.yaml")
+SCHEMA = json.loads((ROOT / "tests/data/kubernetes_1_33.json").read_text())
+ON_VOLUME = """\
+          checkpoints_remote_dir: /data/mirror
+kubernetes:
+  image: an-image
+  volumes: {shared: /data}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test leaves its modules to the next."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.startswith("k8s_")]:
+        del sys.modules[name]
+
+
+def manifests(printed: Printed) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ConfigMap and Job, which are as the API wants them."""
+    config_map, job = yaml.safe_load_all(printed.out)
+    check("core.v1.ConfigMap", config_map)
+    check("batch.v1.Job", job)
+    return config_map, job
+
+
+def check(kind: str, manifest: dict[str, Any]) -> None:
+    Draft202012Validator({"$ref": f"#/$defs/io.k8s.api.{kind}", **SCHEMA}).validate(manifest)
+
+
+def job_of(printed: Printed) -> dict[str, Any]:
+    return manifests(printed)[1]
+
+
+def pod_of(printed: Printed) -> dict[str, Any]:
+    pod: dict[str, Any] = job_of(printed)["spec"]["template"]["spec"]
+    return pod
+
+
+def on_volume(rollout: str | None = None, more: str = "") -> None:
+    """Writes job.yaml, whose folders are on a volume; checkpoints are not."""
+    given = {} if rollout is None else {"rollout": rollout}
+    text = job_yaml(ENDPOINT.replace("URL", "http://model"), 4, "/data/input", "/data/output", **given)
+    Path("job.yaml").write_text(text.replace("logging_dir: logs", "logging_dir: /data/logs") + ON_VOLUME + more)
+
+
+# what is printed ------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
+    config_map, job = manifests(command("k8s", CONFIG))
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 40, 8)
+    assert (config_map["metadata"], job["metadata"]) == ({"name": "summaries"}, {"name": "summaries"})
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 60)
+    (container,) = pod["containers"]
+    assert container["command"][-2:] == ["--rank", "$(JOB_COMPLETION_INDEX)"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert container["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
+
+
+def test_the_schema_refuses_what_the_api_would_refuse(command: Command) -> None:
+    text = json.dumps(job_of(command("k8s", CONFIG)))
+    for right, wrong in (('"completions"', '"completion"'), ('"action"', '"act"'), ('Seconds": 60', 'Seconds": "60"')):
+        assert right in text
+        with pytest.raises(ValidationError):
+            check("batch.v1.Job", json.loads(text.replace(right, wrong)))
+
+
+def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
+    """The API server checks them: https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
+    spec = job_of(command("k8s", CONFIG))["spec"]
+    assert spec["backoffLimitPerIndex"] >= 0, "FailIndex needs it"
+    for rule in spec["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {"values": [1]})["values"]
+        assert codes == sorted({*codes} - {0})
+        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+
+
+def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
+    config_map, _ = manifests(command("k8s", CONFIG, "--pipeline.1.records_per_chunk=10"))
+    Path("job.yaml").write_text(config_map["data"]["job.yaml"])
+    read = build(read_config("job.yaml", []))
+    changed = build(read_config(CONFIG, ["--pipeline.1.records_per_chunk=10"]))
+    other = build(read_config(CONFIG, []))
+    assert read.pipeline[1].identity(40) == changed.pipeline[1].identity(40) != other.pipeline[1].identity(40)
+    assert manifests(command("k8s", "job.yaml"))[0] == config_map
+
+
+def test_modules_beside_the_file_go_along_and_others_are_named(command: Command) -> None:
+    Path("k8s_mine.py").write_text("import k8s_helper\nasync def rollout(document, generate): ...\n")
+    Path("k8s_helper.py").write_text("# é\n")
+    Path("k8s_package").mkdir()
+    Path("k8s_package/__init__.py").write_text("async def rollout(document, generate): ...\n")
+    on_volume("k8s_mine.rollout")
+    printed = command("k8s", "job.yaml")
+    assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_mine.py", "k8s_helper.py"}
+    assert manifests(printed)[0]["data"]["k8s_helper.py"] == "# é\n"
+    assert not printed.err
+    on_volume("k8s_package.rollout")
+    assert "k8s_package: is not in the ConfigMap: it must be in the image." in command("k8s", "job.yaml").err
+
+
+def test_a_large_module_must_be_in_the_image(command: Command) -> None:
+    Path("k8s_large.py").write_text("async def rollout(document, generate): ...\n" + "# much\n" * 40_000)
+    on_volume("k8s_large.rollout")
+    printed = command("k8s", "job.yaml")
+    assert manifests(printed)[0]["data"].keys() == {"job.yaml"}
+    assert "k8s_large: is not in the ConfigMap: it must be in the image." in printed.err
+
+
+def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
+    on_volume(more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n")
+    printed = command("k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.parallelism=9", "--kubernetes.cpu=500m")
+    config_map, job = manifests(printed)
+    assert config_map["metadata"] == job["metadata"] == {"name": "job", "namespace": "ours"}
+    assert job["spec"]["parallelism"] == 4, "as many as tasks"
+    pod = pod_of(printed)
+    assert pod["nodeSelector"] == {"spot": "yes"}
+    (container,) = pod["containers"]
+    assert container["resources"]["requests"]["cpu"] == "500m"
+    assert {"name": "HF_HOME", "value": "/data/hf"} in container["env"]
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounts == {"/etc/datatrove-ckpt": "job", "/work": "work", "/data": "claim-0", "/dev/shm": "shm"}
+    named = {one["name"]: one for one in pod["volumes"]}
+    assert named["claim-0"]["persistentVolumeClaim"] == {"claimName": "shared"}
+    assert named["work"]["emptyDir"] == {}
+
+
+def test_absolute_checkpoints_are_on_the_empty_disk_too(command: Command) -> None:
+    on_volume()
+    (container,) = pod_of(command("k8s", "job.yaml", "--pipeline.1.checkpoints_local_dir=/tmp/c"))["containers"]
+    assert {"name": "work", "mountPath": "/tmp/c", "subPath": "checkpoints-0"} in container["volumeMounts"]
+
+
+def test_the_short_form_runs_on_a_volume(command: Command) -> None:
+    Path("data/input").mkdir(parents=True)
+    for name in "abc":
+        Path(f"data/input/{name}.jsonl").write_text('{"text": "x", "id": "x"}\n')
+    data = Path("data").absolute()
+    Path("short.yaml").write_text(
+        f"run_folder: {data}/run\ninput: {data}/input/*.jsonl\nprompt: 'Say {{text}}'\nmodel: org/model\n"
+        f"kubernetes: {{image: i, volumes: {{shared: {data}}}}}\n"
+    )
+    printed = command("k8s", "short.yaml")
+    assert job_of(printed)["spec"]["completions"] == 3, "one for each file"
+    assert pod_of(printed)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert "server_type: vllm" in manifests(printed)[0]["data"]["job.yaml"], "whatever this machine has"
+    said = command("k8s", "short.yaml", "--kubernetes.imag=x", code=2).err
+    assert 'unknown key "imag", did you mean "image"?' in said
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("--executor.logging_dir=logs", r"a folder on a claim of kubernetes.volumes: logging_dir\."),
+        ("--pipeline.0.data_folder=in", r"data_folder of pipeline\[0\]\."),
+        ("--pipeline.1.output_writer.output_folder=out", r"of pipeline\[1\] InferenceRunner: output_writer\."),
+        ("--pipeline.1.checkpoints_remote_dir=null", r": checkpoints_remote_dir \(the mirror"),
+        ("--pipeline.1.checkpoints_remote_dir=mirror", r": checkpoints_remote_dir \(the mirror"),
+        ("--kubernetes.grace_seconds=39", r"39 s are too few.* 20 s \(drain_seconds\).* least 40, or .* most 19"),
+        ("--pipeline.1.drain_seconds=41", "Set it to at least 61, or drain_seconds to at most 40"),
+        ("--pipeline.1.config.server_stop_timeout_sec=31", r"server_stop_timeout_sec\) 41 s\. Set it to at least 61"),
+        ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each rank"),
+        ("--kubernetes.name=My_Job", "name: 'My_Job' is not one to 61 of a-z"),
+        ("--kubernetes.name=" + "x" * 62, "is not one to 61 of a-z"),
+        ("--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}", "secrets: \\[NAME\\]"),
+        ("--kubernetes.env={PROXY: 'http://me:word@proxy'}", r"Job.*: holds what may be a secret"),
+        ("--kubernetes.pod={initContainers: [{env: [{name: X, value: hf_A1b2C3d4E5f6G7h8}]}]}", "Containers.0.env.0"),
+        ("--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}", "job.yaml: holds"),
+        ("--kubernetes.pod={containers: []}", "pod: containers: is set by this command"),
+        ("--kubernetes.volumes={shared: data}", "must be mounted at an absolute path"),
+        ("--kubernetes.backoff=-1", "backoff: must be at least 0"),
+        ("--executor.tasks=100001", "tasks: a Job of Kubernetes has at most 100000"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(command: Command, change: str, says: str) -> None:
+    on_volume()
+    assert re.search(says, command("k8s", "job.yaml", change, code=2).error)
+
+
+def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command: Command) -> None:
+    on_volume()
+    step = "      - {class_path: JsonlWriter, init_args: {output_folder: here}}\n"
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("kubernetes:", f"{step}kubernetes:"))
+    assert "volumes: output_folder of pipeline[2] JsonlWriter." in command("k8s", "job.yaml", code=2).error
+
+
+def test_a_key_in_a_module_is_refused(command: Command) -> None:
+    Path("k8s_key.py").write_text("KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n")
+    on_volume("k8s_key.rollout")
+    assert "ConfigMap.k8s_key.py: holds what may be a secret" in command("k8s", "job.yaml", code=2).error
+
+
+def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None:
+    """Somebody may change the ConfigMap."""
+    on_volume()
+    assert "30 s are too few" in command("run", "job.yaml", "--rank", 0, "--kubernetes.grace_seconds=30", code=2).error
+
+
+def test_only_tasks_of_this_machine_are_run_by_rank(command: Command) -> None:
+    on_volume()
+    assert "--rank 4: the job has tasks: 4, so its ranks are 0 to 3" in command("run", "job.yaml", "--rank", 4, code=2)
+    assert "without --rank" in command("run", "job.yaml", "--rank", 0, "--start-over", code=2).error
+    assert "init_args: 3 is not a mapping" in command("run", "job.yaml", "--rank", 0, "--executor=3", code=2).error
+    slurm = str(ROOT / "configs/slurm.yaml")
+    assert "--rank needs class_path: LocalPipelineExecutor" in command("run", slurm, "--rank", 0, code=2).error
+
+
+# exit codes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_runs_alone_and_its_exit_code_tells_what_happened(command: Command) -> None:
+    statuses = {"document 2": 400, "document 3": 503}
+    with FakeServer(status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])) as server:
+        config = f"{ENDPOINT.replace('URL', server.url)}, server_patience_seconds: 0.1"
+        write_job(Path(), job_yaml(config, 4), *([f"document {rank}"] for rank in range(4)))
+        run = ("run", "job.yaml", "--rank")
+        command(*run, 1)
+        assert [path.name for path in Path("output").iterdir()] == ["00001_00000.jsonl"]
+        command(*run, 1)  # it is complete
+        assert server.asked.total() == 1
+        command(*run, 2, code=3)
+        command("run", "job.yaml", "--executor.local_rank_offset=2", "--executor.local_tasks=1", code=1)
+        command(*run, 3, code=1)
+        other = "--pipeline.1.rollout_fn.prompt=Sing {text}"
+        command(*run, 1, other, code=2)
+        letters = ("--pipeline.1.on_document_error=dead_letter", "--fail-on-dead-letters")
+        command(*run, 2, *letters, code=3)
+        assert "--rank" in command(*run, 2, *letters, code=None).out, "the commands that it advises are of this rank"
+        command(*run, 0, *letters)  # which are those of another rank
+
+
+def from_server() -> errors.CkptError:
+    error = errors.DocumentFailed("a request failed")
+    error.__cause__ = errors.RequestFailed("503")
+    return error
+
+
+def from_network(error: errors.CkptError) -> errors.CkptError:
+    error.__cause__ = httpx.ConnectError("no route")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("found by the rank"), 2),
+        (errors.VersionMismatch("newer"), 2),
+        (errors.DocumentFailed("its rollout raised"), 3),
+        (errors.TooManyDeadLetters("11"), 3),
+        (errors.InputError("damaged"), 3),
+        (errors.OutputMismatch("gone"), 3),
+        (from_server(), 1),
+        (from_network(errors.ConfigError("generation_config: the hub does not give it")), 1),
+        (from_network(errors.InputError("the hub is away")), 1),
+        (errors.OutputFailed("the bucket is away"), 1),
+        (errors.StorageFailed("full"), 1),
+        (errors.ServerRefused("401"), 1),
+        (errors.CheckpointLocked("another pod"), 1),
+        (errors.Preempted("the node goes away"), 128 + signal.SIGTERM),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_exit_codes_of_a_rank_are_told_apart(error: errors.CkptError, code: int) -> None:
+    assert exit_code(error, 0) == code
+    assert exit_code(error, None) == 1, "scripts know it"

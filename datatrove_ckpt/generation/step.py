@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
@@ -98,6 +100,7 @@ class Step(PipelineStep):
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
         self._note_code()
+        drain_pools(signal.Signals[name] for name in self.drain_signals)
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)

@@ -11,8 +11,8 @@ becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal d
 ``Preempted``: an early end must never look like a finished rank.
 
 One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
-within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is the first SIGTERM after another signal in a
-pool worker: Ctrl-C reaches the parent, too, which then terminates its workers.
+within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is SIGTERM in a pool worker: whatever signal
+reaches the parent, too, makes it terminate its workers.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
 restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
@@ -64,7 +64,8 @@ from loguru import logger
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
+from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone, spare
+from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
 from datatrove_ckpt.process.slurm_job import (
@@ -271,7 +272,7 @@ class Preemption:
         self._received: list[int] = []
         self._interruptible = False
         self._pid = os.getpid()
-        self._expects_sigterm = is_pool_worker()
+        self._is_pool_worker = is_pool_worker()
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
@@ -297,6 +298,7 @@ class Preemption:
             signal.signal(number, previous)
         if not self.shutdown.is_requested:
             handle_between_ranks(self._previous)
+            drain_pools(self._previous)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
@@ -317,8 +319,10 @@ class Preemption:
             self._received.append(number)
         if not self.shutdown.is_requested:
             self.shutdown.request(signal.Signals(number).name)
-        elif self._expects_sigterm and number == signal.SIGTERM:
-            self._expects_sigterm = False
+            if self._is_pool_worker:
+                spare(self.shutdown.drain_seconds + _GRACE)
+        elif self._is_pool_worker and number == signal.SIGTERM:
+            pass
         elif self.shutdown.seconds > SAME_EVENT:
             unnoticed = self.shutdown.is_unnoticed
             self.shutdown.fast_stop()

@@ -32,6 +32,7 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.process.notice import Setting, check_notice
 from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
@@ -73,6 +74,7 @@ class Step(PipelineStep):
     hub_commits_per_hour: int = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
     keep_answers: bool = False
+    preemption_notice: Setting | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
@@ -108,6 +110,7 @@ class Step(PipelineStep):
             raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
         check_seconds("sync_seconds", self.sync_seconds)
         check_seconds("mirror_seconds", self.mirror_seconds)
+        check_notice(self.preemption_notice, self.drain_signals)
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):

@@ -34,10 +34,6 @@ def _managers() -> list[BaseProcess]:
     return [child for child in multiprocess.active_children() if is_manager(child)]
 
 
-def has_managers() -> bool:
-    return bool(_managers())
-
-
 def note_managers() -> None:
     """Call it when a rank starts, for ``managers_gone``."""
     _noted.clear()

@@ -25,7 +25,7 @@ from typing import Any
 import multiprocess
 from loguru import logger
 
-from datatrove_ckpt.process.parent_watch import end_managers, has_managers, is_manager, pool_workers
+from datatrove_ckpt.process.parent_watch import end_managers, is_manager, pool_workers
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT
 
@@ -44,7 +44,7 @@ class _PoolSignal:
         is_fork = os.getpid() != self._pid
         if is_fork and first and is_manager() and os.getppid() == self._pid:
             return  # the whole group was signalled: the workers still need the manager, which ends with the program
-        if is_fork or (first and not pool_workers() and not has_managers()):
+        if is_fork or (first and not pool_workers() and not any(map(is_manager, multiprocess.active_children()))):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif first:

@@ -59,11 +59,13 @@ from contextlib import closing, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.notice import NoticeWatch, Setting
 from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone, spare
 from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.screen import leave_terminal
@@ -257,6 +259,7 @@ class Preemption:
     Args:
         signals: names of the signals to handle.
         drain_seconds: see ``Shutdown``.
+        notice: ``preemption_notice``, see ``notice.py``.
 
     Attributes:
         shutdown: what the signals ask for.
@@ -265,9 +268,12 @@ class Preemption:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
     """
 
-    def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:
+    def __init__(self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None) -> None:
         self.shutdown = Shutdown(drain_seconds)
         self._names = signals
+        self._setting = notice
+        self._notice = ""
+        self._watch: NoticeWatch | None = None
         self._previous: dict[int, Handler] = {}
         self._received: list[int] = []
         self._interruptible = False
@@ -281,19 +287,22 @@ class Preemption:
             host.attach(self.shutdown)
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
-            return self
-        for name in self._names:
+        for name in self._names if threading.current_thread() is threading.main_thread() else ():
             number = signal.Signals[name]
             handler = signal.getsignal(number)
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
         self.shutdown.handles_interrupt = signal.SIGINT in self._previous
+        if self._setting is not None:
+            self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watch is not None:
+            self._watch.close()
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if not self.shutdown.is_requested:
@@ -318,7 +327,7 @@ class Preemption:
         if number not in self._received:
             self._received.append(number)
         if not self.shutdown.is_requested:
-            self.shutdown.request(signal.Signals(number).name)
+            self.shutdown.request((self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name)
             if self._is_pool_worker:
                 spare(self.shutdown.drain_seconds + _GRACE)
         elif self._is_pool_worker and number == signal.SIGTERM:
@@ -330,6 +339,22 @@ class Preemption:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
         if self._interruptible:
             raise KeyboardInterrupt
+
+    def _notice_came(self, notice: str) -> None:
+        """In a thread. Workers tell their parent: all its ranks must stop, and none may start again."""
+        self._notice = notice
+        if self.shutdown.is_requested:
+            if self._received[:1] == [signal.SIGTERM]:
+                self.shutdown.cause = notice
+        elif signal.SIGTERM not in self._previous:
+            self.shutdown.request(notice)
+        else:
+            # The handlers of Ray's actors, whose pools have workers, too, are not ours.
+            ours = worker_slot() is not None or (is_pool_worker() and os.environ.get("DATATROVE_EXECUTOR") == "LOCAL")
+            parent = multiprocess.parent_process() if ours else None
+            logger.warning(f"This node goes away: {notice}.")
+            with suppress(ProcessLookupError):
+                os.kill(os.getpid() if parent is None else parent.pid, signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -62,6 +62,9 @@ class InferenceRunner(Step):
         monitoring: metrics and tracking.
         keep_answers: keep answers of committed documents for a fork. They need about as much room as the output, and no
             mirror holds them.
+        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. One of ``{"file": path}``
+            that exists then, ``{"url": ...}`` that answers 200, ``{"command": [...]}`` that ends with 0, and
+            ``{"cloud": "aws"}``, "gcp" or "azure". Asked every 5 seconds.
 
     Raises:
         ConfigError: an argument that cannot work.

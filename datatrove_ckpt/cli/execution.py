@@ -56,6 +56,7 @@ from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.retrying import READING
 
@@ -327,7 +328,7 @@ class Interruption:
     def __enter__(self) -> Self:
         for name in self._names:
             number = signal.Signals[name]
-            if signal.getsignal(number) in _FATAL:
+            if usual_handler(signal.getsignal(number)) in _FATAL:
                 self._borrowed[number] = signal.signal(number, self._receive)
         return self
 

@@ -62,7 +62,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     models = step.models.values()
     requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
     limit = enough_open_files(requests, sum(one.servers for one in models))
-    preemption = Preemption(step.drain_signals, seconds)
+    preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
         check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)

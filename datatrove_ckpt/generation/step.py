@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.process.notice import Setting, check_notice
+from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
@@ -71,6 +74,7 @@ class Step(PipelineStep):
     hub_commits_per_hour: int = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
     keep_answers: bool = False
+    preemption_notice: Setting | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
@@ -98,6 +102,7 @@ class Step(PipelineStep):
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
         self._note_code()
+        drain_pools(signal.Signals[name] for name in self.drain_signals)
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
@@ -105,6 +110,7 @@ class Step(PipelineStep):
             raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
         check_seconds("sync_seconds", self.sync_seconds)
         check_seconds("mirror_seconds", self.mirror_seconds)
+        check_notice(self.preemption_notice, self.drain_signals)
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):

@@ -11,8 +11,8 @@ becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal d
 ``Preempted``: an early end must never look like a finished rank.
 
 One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
-within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is the first SIGTERM after another signal in a
-pool worker: Ctrl-C reaches the parent, too, which then terminates its workers.
+within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is SIGTERM in a pool worker: whatever signal
+reaches the parent, too, makes it terminate its workers.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
 restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
@@ -59,12 +59,15 @@ from contextlib import closing, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone
+from datatrove_ckpt.process.notice import NoticeWatch, Setting
+from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone, spare
+from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
 from datatrove_ckpt.process.slurm_job import (
@@ -256,6 +259,7 @@ class Preemption:
     Args:
         signals: names of the signals to handle.
         drain_seconds: see ``Shutdown``.
+        notice: ``preemption_notice``, see ``notice.py``.
 
     Attributes:
         shutdown: what the signals ask for.
@@ -264,14 +268,17 @@ class Preemption:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
     """
 
-    def __init__(self, signals: Sequence[str], drain_seconds: float) -> None:
+    def __init__(self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None) -> None:
         self.shutdown = Shutdown(drain_seconds)
         self._names = signals
+        self._setting = notice
+        self._notice = ""
+        self._watch: NoticeWatch | None = None
         self._previous: dict[int, Handler] = {}
         self._received: list[int] = []
         self._interruptible = False
         self._pid = os.getpid()
-        self._expects_sigterm = is_pool_worker()
+        self._is_pool_worker = is_pool_worker()
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
@@ -280,23 +287,27 @@ class Preemption:
             host.attach(self.shutdown)
         if threading.current_thread() is not threading.main_thread():
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
-            return self
-        for name in self._names:
+        for name in self._names if threading.current_thread() is threading.main_thread() else ():
             number = signal.Signals[name]
             handler = signal.getsignal(number)
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
         self.shutdown.handles_interrupt = signal.SIGINT in self._previous
+        if self._setting is not None:
+            self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watch is not None:
+            self._watch.close()
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if not self.shutdown.is_requested:
             handle_between_ranks(self._previous)
+            drain_pools(self._previous)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
@@ -318,11 +329,11 @@ class Preemption:
         # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
         shutdown = self.shutdown
         is_first = not shutdown.is_stopping or (worker_slot() is not None and not shutdown.is_requested)
-        shutdown.request(signal.Signals(number).name)
-        if is_first:
+        if self._is_pool_worker and not shutdown.is_requested:
+            spare(shutdown.drain_seconds + _GRACE)
+        shutdown.request((self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name)
+        if is_first or (self._is_pool_worker and number == signal.SIGTERM):
             pass
-        elif self._expects_sigterm and number == signal.SIGTERM:
-            self._expects_sigterm = False
         elif shutdown.seconds > SAME_EVENT:
             unnoticed = shutdown.is_unnoticed
             shutdown.fast_stop()
@@ -330,6 +341,22 @@ class Preemption:
                 raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
         if self._interruptible:
             raise KeyboardInterrupt
+
+    def _notice_came(self, notice: str) -> None:
+        """In a thread. Workers tell their parent: all its ranks must stop, and none may start again."""
+        self._notice = notice
+        if self.shutdown.is_requested:
+            if self._received[:1] == [signal.SIGTERM]:
+                self.shutdown.cause = notice
+        elif signal.SIGTERM not in self._previous:
+            self.shutdown.request(notice)
+        else:
+            # The handlers of Ray's actors, whose pools have workers, too, are not ours.
+            ours = worker_slot() is not None or (is_pool_worker() and os.environ.get("DATATROVE_EXECUTOR") == "LOCAL")
+            parent = multiprocess.parent_process() if ours else None
+            logger.warning(f"This node goes away: {notice}.")
+            with suppress(ProcessLookupError):
+                os.kill(os.getpid() if parent is None else parent.pid, signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

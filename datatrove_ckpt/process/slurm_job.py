@@ -25,6 +25,8 @@ from typing import Any
 
 from loguru import logger
 
+from datatrove_ckpt.process import pool_signals
+
 _SCONTROL_TIMEOUT = 10.0  # seconds
 _SQUEUE_TIMEOUT = 15.0  # seconds
 
@@ -112,8 +114,8 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
 
 
 def usual_handler(handler: Any) -> Any:
-    """The handler without what ``handle_between_ranks`` added."""
-    return handler.usual if isinstance(handler, _BetweenRanks) else handler
+    """The handler without what ``handle_between_ranks`` or ``drain_pools`` added."""
+    return handler.usual if isinstance(handler, _BetweenRanks) else pool_signals.usual_handler(handler)
 
 
 # The time limit -------------------------------------------------------------------------------------------------------

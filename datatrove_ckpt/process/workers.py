@@ -38,6 +38,7 @@ from multiprocess import forkserver, resource_tracker
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE
+from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
@@ -351,7 +352,7 @@ def end_as(number: int) -> NoReturn:
     Raises:
         KeyboardInterrupt, SystemExit, Preempted, or whatever the handler raises.
     """
-    if signal.getsignal(number) is signal.SIG_DFL:
+    if usual_handler(signal.getsignal(number)) is signal.SIG_DFL:
         raise SystemExit(128 + number)
     signal.raise_signal(number)
     raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")

@@ -7,13 +7,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
+from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
@@ -46,10 +46,11 @@ if __name__ == "__main__":
         drain_seconds=float(sys.argv[2]),
     )
     workers = int(sys.argv[3])
-    if len(sys.argv) > 5:
+    if len(sys.argv) > 5 and "thread" in sys.argv[5]:
         threading.Thread(target=threading.Event().wait, args=(3600,)).start()
+    more = len(sys.argv) > 5 and "idle" in sys.argv[5]
     executor = LocalPipelineExecutor(
-        [documents, runner], tasks=workers, workers=workers, logging_dir="logs", start_method=sys.argv[4]
+        [documents, runner], tasks=workers, workers=workers + more, logging_dir="logs", start_method=sys.argv[4]
     )
     try:
         executor.run()
@@ -113,7 +114,7 @@ class Script:
         (signal.SIGINT, -signal.SIGINT, "alone"),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
         (signal.SIGHUP, 128 + signal.SIGHUP, "alone"),
-        (signal.SIGTERM, -signal.SIGTERM, "with all"),  # the manager ends first, which is no error of its
+        (signal.SIGTERM, 128 + signal.SIGTERM, "with all"),  # the manager waits for the end of the script
         (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -172,18 +173,77 @@ def test_a_worker_that_is_signalled_alone_drains_and_its_pool_gets_an_error(
     assert f"ENDS WITH Preempted Stopped by {number.name}." in script.output
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(tmp_path: Path) -> None:
-    """Each worker gets SIGINT, and then the SIGTERM with which the parent ends its pool."""
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("number", "method", "whole_group"),
+    [
+        (signal.SIGINT, "fork", True),  # each worker gets SIGINT, and then the SIGTERM that ends its pool
+        (signal.SIGTERM, "forkserver", False),
+        (signal.SIGTERM, "forkserver", True),  # the fork server ends, and so datatrove takes its workers for ended
+        (signal.SIGHUP, "spawn", False),
+        (signal.SIGTERM, "fork", True),
+        (signal.SIGUSR1, "fork", False),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_a_signal_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(
+    tmp_path: Path, number: signal.Signals, method: str, whole_group: bool
+) -> None:
     with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 20, "fork")
-        os.killpg(script.popen.pid, signal.SIGINT)
-        threading.Timer(1.0, server.release).start()
-        assert script.ends_with_all(300) == -signal.SIGINT
+        script = Script(tmp_path, server, 2, 20, method)
+        ranks = [os.pidfd_open(script.worker(rank)) for rank in range(2)]
+        (os.killpg if whole_group else os.kill)(script.popen.pid, number)
+        logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(2)]
+        until(lambda: all("requests in flight have" in log.read_text() for log in logs))
+        if whole_group and method == "forkserver":
+            script.popen.wait(300)
+        server.release()
+        assert script.ends_with_all(300) == (-number if number == signal.SIGINT else 128 + number)
+        for rank in ranks:
+            assert Patience(30).ends(rank)
+            os.close(rank)
         asked = dict(server.asked)
+        assert len(asked) == 6
         assert subprocess.run(script.popen.args, cwd=tmp_path, capture_output=True, check=False).returncode == 0
-        assert server.asked == asked, "no answer was requested again"
+        assert server.asked == asked, "an answer was requested again"
     assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_program_with_a_pool_at_once(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        script = Script(tmp_path, server, 2, 3600, "fork")
+        script.popen.terminate()
+        log = tmp_path / "logs" / "logs" / "task_00000.log"
+        until(lambda: "requests in flight have" in log.read_text())
+        time.sleep(SAME_EVENT)  # an earlier one is taken for the same event
+        script.popen.terminate()
+        assert script.ends_with_all(15) == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_program_that_waits_for_a_lock_which_a_killed_worker_held_ends_on_a_signal(tmp_path: Path) -> None:
+    with FakeServer(hold_after=0) as server:
+        script = Script(tmp_path, server, 2, 0.1, "fork", ("an idle worker",))
+        idle = {one.pid for one in descendants(script.popen.pid)} - {script.worker(0), script.worker(1)}
+        assert len(idle) == 2, "and the manager"
+        for pid in idle:  # the manager ignores it once
+            os.kill(pid, signal.SIGTERM)
+        script.popen.terminate()
+        assert script.ends_with_all(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_program_without_a_pool_ends_of_a_signal_as_any_other(number: signal.Signals) -> None:
+    program = f"""
+import os, signal
+from datatrove_ckpt.process.pool_signals import drain_pools, usual_handler
+drain_pools([signal.{number.name}])
+handler = signal.getsignal(signal.{number.name})
+assert usual_handler(handler) is signal.SIG_DFL is not handler
+os.kill(os.getpid(), signal.{number.name})
+"""
+    assert processes.run([sys.executable, "-c", program]).returncode == -number
 
 
 AFTER_OURS = """

@@ -1,0 +1,304 @@
+"""Preemption notices: a node that goes away is noticed, and its ranks drain as on SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.process import notice
+from datatrove_ckpt.process.notice import NoticeWatch, check_notice
+from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.integration.test_managers import left_of
+from tests.integration.test_preemption import plain
+from tests.jobs import documents, runner
+from tests.patience import until
+from tests.processes import start, write_program
+
+AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
+AZURE = {"EventType": "Preempt", "Resources": ["vm_0"], "NotBefore": "Tue, 24 Nov 2026 08:22:00 GMT"}
+CLOUDS: dict[str, tuple[list[Any], Any, str]] = {
+    # what is no notice, what is one, and what is said of it
+    "aws": ([None], AWS, "terminate at 2026-11-24T08:22:00Z"),
+    "gcp": (["FALSE"], "TRUE", "preempted"),
+    "azure": (
+        [[], [AZURE | {"Resources": ["vm_1"]}], [AZURE | {"EventType": "Freeze"}]],
+        [AZURE | {"Resources": ["vm_1"]}, AZURE],
+        "Preempt not before Tue, 24 Nov 2026 08:22:00 GMT",
+    ),
+}
+
+
+class Metadata:
+    """What answers at the link-local address of a cloud: only who asks as its documentation says."""
+
+    def __init__(self) -> None:
+        self.notice: Any = None
+        self.asked = 0
+        self.refused: list[str] = []
+
+    def answer(self, method: str, path: str, headers: Any) -> tuple[int, str]:
+        if (method, path) == ("PUT", "/latest/api/token"):
+            return (200, "the token") if int(headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 0 else (400, "")
+        if path == "/latest/meta-data/spot/instance-action" and headers["X-aws-ec2-metadata-token"] == "the token":
+            self.asked += 1
+            return (200, json.dumps(self.notice)) if self.notice else (404, "Not Found")
+        if path == "/computeMetadata/v1/instance/preempted" and headers["Metadata-Flavor"] == "Google":
+            self.asked += 1
+            return 200, self.notice
+        if headers["Metadata"] == "true":
+            if path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
+                return 200, "vm_0"
+            if path == "/metadata/scheduledevents?api-version=2020-07-01":
+                self.asked += 1
+                return 200, json.dumps({"DocumentIncarnation": 1, "Events": self.notice})
+        if path == "/url":
+            self.asked += 1
+            return (200, "") if self.notice else (404, "")
+        self.refused.append(f"{method} {path}")
+        return 401, "refused"
+
+
+@contextmanager
+def metadata_server() -> Iterator[tuple[Metadata, str]]:
+    metadata = Metadata()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = metadata.answer(self.command, self.path, self.headers)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_PUT = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield metadata, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Metadata, str]]:
+    monkeypatch.setattr(notice, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(notice, "_said", set())
+    with metadata_server() as (metadata, url):
+        monkeypatch.setattr(notice, "METADATA", url)
+        yield metadata, url
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_notice_of_a_cloud_is_told_from_its_other_answers(
+    metadata: tuple[Metadata, str], cloud: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, _ = metadata
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
+    others, real, text = CLOUDS[cloud]
+    came: queue.SimpleQueue[str] = queue.SimpleQueue()
+    served.notice = others[0]
+    watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
+    for other in others:
+        served.notice, asked = other, served.asked
+        until(lambda asked=asked: served.asked >= asked + 3)
+    assert came.empty()
+    served.notice = real
+    assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
+    watch.close()
+    assert served.refused == []
+
+
+def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
+    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path
+) -> None:
+    served, url = metadata
+    came: queue.SimpleQueue[str] = queue.SimpleQueue()
+    watches = [NoticeWatch({"url": f"{url}/nothing?token"}, Shutdown(), came.put) for _ in range(2)]
+    until(lambda: len(served.refused) >= 6)
+    for watch in watches:
+        watch.close()
+    assert [line for line in log if "cannot be asked" in line and "status 401" in line] == [
+        line for line in log if "preemption_notice" in line
+    ]
+    assert len(log) == 1
+    watch = NoticeWatch({"command": [str(tmp_path / "later")]}, Shutdown(), came.put)
+    until(lambda: len(log) == 2)
+    assert came.empty()
+    write_program(tmp_path / "later", "#!/bin/sh\nexit 0\n")
+    assert came.get(timeout=300) == f"a preemption notice (command {tmp_path / 'later'})"
+
+
+def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path: Path, metadata: tuple[Metadata, str]) -> None:
+    pid = tmp_path / "pid"
+    write_program(tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n")
+    watch = NoticeWatch({"command": [str(tmp_path / "check")]}, Shutdown(), lambda what: None)
+    until(pid.exists)
+    watch.close()
+    until(lambda: not Path("/proc", pid.read_text().strip()).exists())
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("aws", "takes one of file, url, command and cloud"),
+        ({"file": "a", "url": "http://b"}, "takes one of"),
+        ({"path": "a"}, "takes one of"),
+        ({"file": ""}, "file: takes a text"),
+        ({"file": ["a"]}, "file: takes a text"),
+        ({"command": "check --it"}, "command: takes a list of words"),
+        ({"command": []}, "command: takes a list"),
+        ({"url": "/tmp/notice"}, "url: must begin with http"),
+        ({"url": "http://me:secretword@host/"}, "holds what looks like a secret"),
+        ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        check_notice(setting, ["SIGTERM"])
+    assert "secretword" not in str(raised.value)
+
+
+def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match="not in drain_signals"):
+        runner(tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"})
+
+
+# a rank --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_rank_drains_says_why_and_resumes_without_the_setting(
+    tmp_path: Path, metadata: tuple[Metadata, str], log: list[str], in_thread: bool
+) -> None:
+    served, url = metadata
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            step.run(documents(20))
+        except BaseException as error:
+            ended.append(error)
+
+    with FakeServer(hold_after=2) as server:
+        settings = {"max_concurrent_generations": 4}
+        step = runner(tmp_path, server, plain, config=settings, preemption_notice={"url": f"{url}/url"})
+
+        def tell() -> None:
+            until(lambda: len(server.payloads) >= 6)
+            served.notice = True
+            until(lambda: any("requests in flight have" in line for line in log))
+            server.release()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        if in_thread:
+            rank = threading.Thread(target=run)
+            rank.start()
+            rank.join()
+        else:
+            run()
+        teller.join()
+        assert len(server.payloads) == 6
+        reason = f"a preemption notice (url {url}/url)"
+        assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
+        assert str(ended[0]) == (f"Stopped by {reason}. Run the same command again to resume." if in_thread else "143")
+        assert isinstance(ended[0], Preempted if in_thread else SystemExit)
+        runner(tmp_path, server, plain, config=settings).run(documents(20))  # no part of the identity
+        assert set(server.asked.values()) == {1}
+
+
+# processes -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import datatrove.executor
+import datatrove_ckpt
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.process import notice
+
+notice.POLL_SECONDS = 0.05
+
+def documents(data, rank, world_size):
+    yield from (Document(text=f"text {rank} {n}", id=f"{rank} {n}") for n in range(9))
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+if __name__ == "__main__":
+    module, workers, url, kind, *value = sys.argv[1:]
+    runner = InferenceRunner(
+        rollout,
+        InferenceConfig("endpoint", "m", endpoint_url=url, max_concurrent_generations=4),
+        JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir="checkpoints",
+        preemption_notice={kind: value if kind == "command" else value[0]},
+    )
+    executor = (datatrove_ckpt if module == "ours" else datatrove.executor).LocalPipelineExecutor
+    executor([documents, runner], tasks=2, workers=int(workers), logging_dir="logs").run()
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("module", "workers", "kind"),
+    [
+        ("ours", 1, "file"),
+        ("ours", 2, "command"),
+        ("datatroves", 2, "url"),
+        ("datatroves", 1, "file"),
+    ],
+)
+def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: str, workers: int, kind: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    told = tmp_path / "told"
+    with FakeServer(hold_after=2 * workers) as server, metadata_server() as (metadata, url):
+        value = {"file": [str(told)], "command": ["test", "-e", str(told)], "url": [f"{url}/url"]}[kind]
+        command = [sys.executable, "script.py", module, str(workers), server.url, kind, *value]
+        process = start(command, cwd=tmp_path)
+        until(lambda: len(server.payloads) >= 6 * workers)
+        told.touch()
+        metadata.notice = True
+        logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(workers)]
+        until(lambda: all("requests in flight have" in log.read_text() for log in logs))
+        server.release()
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert left_of(process.pid) == []
+        reason = f"a preemption notice ({kind} {value[0]})"
+        assert any(f"interrupted by {reason}" in log.read_text() for log in logs)
+        status = subprocess.run(
+            [sys.executable, "-m", "datatrove_ckpt", "report", "checkpoints"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert reason in status.stdout, status
+        told.unlink()
+        metadata.notice = None
+        again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        assert set(server.asked.values()) == {1}
+        assert len(server.asked) == 18
+    assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]

@@ -56,7 +56,8 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         raise ConfigError(f"{name}: takes one of file, url, command and cloud, as {{'file': path}}; it is {setting!r}.")
     [(kind, value)] = setting.items()
     words = [value] if isinstance(value, str) else value
-    if (kind == "command") == isinstance(value, str) or not words or not all(isinstance(word, str) for word in words):
+    are_words = words and all(word and isinstance(word, str) for word in words)
+    if (kind == "command") == isinstance(value, str) or not are_words:
         takes = "a list of words, the program first" if kind == "command" else "a text"
         raise ConfigError(f"{name}.{kind}: takes {takes}; it is {value!r}.")
     if kind == "url" and not words[0].startswith(("http://", "https://")):

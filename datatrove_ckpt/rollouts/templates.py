@@ -148,7 +148,7 @@ def fill(template: str, document: Document, text: str, **others: str) -> str:
 def lacks(document: Document, setting: str, key: str) -> ConfigError:
     """The document has no metadata of this name."""
     keys = list(map(str, document.metadata))
-    close = difflib.get_close_matches(key, [*keys, *(_OWN if setting == "prompt" else ())], n=1)
+    close = difflib.get_close_matches(key, [*keys, *(one for one in _OWN if one != key)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(
         f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: {', '.join(keys) or 'none'}."

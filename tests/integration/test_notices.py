@@ -88,7 +88,8 @@ def metadata_server() -> Iterator[tuple[Metadata, str]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    # A daemon: else the SystemExit of a rank in this process ends the process a little later.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield metadata, f"http://127.0.0.1:{server.server_port}"
@@ -208,7 +209,7 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
             until(lambda: any("requests in flight have" in line for line in log))
             server.release()
 
-        teller = threading.Thread(target=tell)
+        teller = threading.Thread(target=tell, daemon=True)
         teller.start()
         if in_thread:
             rank = threading.Thread(target=run)
@@ -288,7 +289,7 @@ def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: s
         reason = f"a preemption notice ({kind} {value[0]})"
         assert any(f"interrupted by {reason}" in log.read_text() for log in logs)
         status = subprocess.run(
-            [sys.executable, "-m", "datatrove_ckpt", "report", "checkpoints"],
+            [sys.executable, "-m", "datatrove_ckpt", "report", "checkpoints", "--output", "-"],
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -22,7 +22,7 @@ from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.commits import sum_counts
+from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
 from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
@@ -181,7 +181,9 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     checked = check_after_run(executor)
     for runner in kept:
         say(closing_line(runner, arguments.command, checked, started))
-    return sum(job.counts.dead for job in checked.jobs.values())
+    # Of the rank that ran: a checkpoint on a volume has those of the others, too.
+    committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
+    return sum(sum_delivered(counts).dead for counts in committed)
 
 
 def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:

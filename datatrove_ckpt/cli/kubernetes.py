@@ -17,15 +17,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.run import refuse_other_kinds
 from datatrove_ckpt.cli.short_form import Node, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.output.folders import writers_of
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.redaction import is_surely_secret, redact
@@ -76,6 +77,20 @@ def k8s(arguments: argparse.Namespace) -> int:
     _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
     say(f"{dump(config_map)}---\n{dump(manifest)}".rstrip())
     return 0
+
+
+def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
+    """
+    Raises:
+        ConfigError: its ranks cannot run alone, each on a machine of its own.
+    """
+    if not isinstance(executor, LocalPipelineExecutor):
+        given = type(executor).__name__
+        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
+    if executor.depends is not None:
+        raise ConfigError(
+            "executor: depends: each rank would run that job. Run it first, as one of its own, and remove this."
+        )
 
 
 def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:

@@ -42,8 +42,8 @@ in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
-of a Python script, which is imported:
-  --main="ITS ARGUMENTS" runs its main, too, up to executor.run(); --executor=2 takes the second with an InferenceRunner
+of a Python script, which is imported: --main="ITS ARGUMENTS" runs its main, too, up to executor.run(); --executor=2
+takes the second with an InferenceRunner
 """
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:

@@ -71,28 +71,14 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
         return content, executor
     if arguments.start_over:
         raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
+    from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
+
     refuse_other_kinds(executor, "--rank")
     if rank >= (tasks := executor.world_size):
         raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
     given = content["executor"].get("init_args") or {}
     content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
     return content, build(content)
-
-
-def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
-    """
-    Raises:
-        ConfigError: its ranks cannot run alone, each on a machine of its own.
-    """
-    from datatrove_ckpt.executor import LocalPipelineExecutor  # slow to import
-
-    if not isinstance(executor, LocalPipelineExecutor):
-        given = type(executor).__name__
-        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
-    if executor.depends is not None:
-        raise ConfigError(
-            "executor: depends: each rank would run that job. Run it first, as one of its own, and remove this."
-        )
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -457,15 +455,6 @@ def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
     """The error for a call that is not made again: what happened, and what to do."""
     kept = "Nothing that was saved is lost: run the same command again"
     return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
-
-
-def no_bars_in_logs() -> None:
-    """For the first upload: the client draws a progress bar for each file, also where standard error is a log."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        with warnings.catch_warnings(action="ignore"):  # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them
-            disable_progress_bars()
 
 
 def _some(names: Sequence[str]) -> str:

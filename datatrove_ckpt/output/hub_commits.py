@@ -108,6 +108,8 @@ class HubUploads:
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
+        self.may_replace = False
+        """Whether a file of a rank that is there with other content is the rank's own, too: see ``Target``."""
         self._calls = calls
         self._history = History()
         self._seen: list[str | None] = [None]
@@ -181,7 +183,7 @@ class HubUploads:
         Returns how many commits had been seen before.
 
         The files of another job may have appeared since the rank's start. A chunk that is written again has the same
-        bytes, so other content is never this rank's.
+        bytes, so other content is never this rank's, unless it came from a mirror.
 
         Args:
             head: the branch's newest commit. If there is a newer one, the hub refuses (412).
@@ -194,14 +196,14 @@ class HubUploads:
         folder = self.folder
         found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
         self._refuse(file.name for file in files if file.name in found and not file.is_there(found[file.name]))
-        operations = [file.operation() for file in files if file.name not in found]
+        operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
         self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
     def _refuse(self, names: Iterable[str]) -> None:
-        if found := list(names):
+        if (found := list(names)) and not self.may_replace:
             is_are, it = ("is", "it") if len(found) == 1 else ("are", "them")
             raise OutputMismatch(
                 f"{self.folder.url}: {_some(found)} {is_are} there with other content, of which this rank knows no "

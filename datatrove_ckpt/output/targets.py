@@ -68,6 +68,8 @@ class Target:
         self.staging = staging_root / secrets.token_hex(4)
         self.is_first = False
         """Nothing was published by earlier attempts: a file that is there, with other content, is another job's."""
+        self.may_replace = False
+        """The rank came from a mirror: a file that no commit names may be its own, made later, of other answers."""
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -302,6 +304,7 @@ class HubTarget(Target):
 
     def prepare(self) -> None:
         no_bars_in_logs()
+        self._uploads.may_replace = self.may_replace
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._uploads.looked("cannot be listed", call)

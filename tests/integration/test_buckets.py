@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
@@ -24,6 +26,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.server import Access
+from tests.mirrors import Job
 from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -242,3 +245,28 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
     HfFileSystem.clear_instance_cache()
     with pytest.raises(StorageFailed, match=r"401.*credentials"):
         restore(f"{BUCKET}/mirror/00000", tmp_path / "00000")
+
+
+# a node that is lost after its last upload ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
+def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
+    hub: FakeHub, tmp_path: Path, place: str
+) -> None:
+    """A model answers with other words the second time, and nobody is there to delete the first ones."""
+    hub.create_repo("org/job", kind="bucket")
+    hub.create_repo("org/data")
+    output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
+    with FakeServer(answer=lambda path, text: "word " * server.asked.total()) as server:
+        Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
+        kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
+        (first,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
+        later = [file for file in hub.files("org/job", kind="bucket") if re.search("generation-(?!00000001-)", file)]
+        hub.repo("org/job", "bucket").commit("main", "never uploaded", "", 0.0, [], later)
+        lose_the_node()
+        shutil.rmtree(tmp_path / "checkpoints")
+        Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
+        (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
+        assert first != second
+        assert len(second.splitlines()) == 3

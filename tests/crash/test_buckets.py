@@ -188,4 +188,5 @@ def test_killed_at_every_effect(
         points[crashed] += 1
     print(f"{points.total()} crash points, {again} requests made again; {points.most_common(6)}")
     for step in ("before batch", "after batch", "before xet-upload", "after xet-upload"):
-        assert points[step] >= 3, points
+        assert points[step] > (10 if every == 1 else 0), points
+    assert points.total() * every > 100, points

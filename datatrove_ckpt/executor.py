@@ -171,8 +171,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise
 
     def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
-        """As datatrove's, from a new listing: other processes write markers, and fsspec keeps listings."""
-        self.logging_dir.invalidate_cache("completions/00000")  # of a path's parents
+        """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
+        for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path
+            self.logging_dir.invalidate_cache(name)
         found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
         return found
 

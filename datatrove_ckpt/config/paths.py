@@ -38,3 +38,8 @@ def existing_part(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def default_mirror(logging_dir: str, runner: int = 0) -> str:
+    """On Hugging Face Jobs, the mirror of a runner that names none, by its number among the runners."""
+    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -311,7 +312,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         while waiting and (self.workers == -1 or len(running) < self.workers):
             ranks, retries = waiting[0]
             try:
-                running.append(self._submit(ranks, retries))
+                with warnings.catch_warnings(action="ignore", category=UserWarning):  # run_uv_job is experimental
+                    running.append(self._submit(ranks, retries))
             except Exception as error:
                 if not READING.passes(error):
                     raise CkptError(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.hub.api import Problem, date, may_write, page, paths_of
-from tests.hub.state import ATTRIBUTES, File, Repo, folders, sha256
+from tests.hub.api import Problem, content_of, date, may_write, page, paths_of
+from tests.hub.state import ATTRIBUTES, Commit, File, Repo, folders, sha256
 
 if TYPE_CHECKING:
     from tests.hub.server import Access, FakeHub
@@ -43,24 +43,36 @@ class Buckets:
         return web.json_response({"url": url})
 
     def _info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        files = _files(bucket)
+        files = _files(bucket.branches["main"])
         size = sum(file.size for file in files.values())
         answer = {"id": bucket.name, "private": bucket.private, "createdAt": date(0.0)}
         return web.json_response(answer | {"size": size, "totalFiles": len(files)})
 
     def _tree(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        files = _files(bucket)
+        files = self._listed(bucket, "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        entries = [_entry(file) for path, file in files.items() if path.startswith(prefix)]
-        entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
-        if http.query.get("recursive", "false").lower() != "true":
+        if http.query.get("recursive", "false").lower() == "true":  # no folders, and a prefix is no path
+            entries = [_entry(file) for path, file in files.items() if path.startswith(below)]
+        else:
+            entries = [_entry(file) for path, file in files.items() if path == below or path.startswith(prefix)]
+            entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
         return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
 
     def _paths_info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        files = _files(bucket)
+        files = self._listed(bucket, "paths-info")
         return web.json_response([_entry(files[path]) for path in paths_of(http, body) if path in files])
+
+    def _resolve(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+        file = _files(bucket.branches["main"]).get(arguments["path"])
+        if file is None:
+            raise Problem(404, "Entry not found", "EntryNotFound")
+        return content_of(http, bucket.blobs[file.sha256], {"ETag": f'"{file.sha256}"'})
+
+    def _listed(self, bucket: Repo, kind: str) -> dict[str, File]:
+        """What listings show; downloads show what is there."""
+        return _files(bucket.branches["main"].behind(self._hub.lag_commits if kind in self._hub.lag_kinds else 0))
 
     def _xet_token(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         return web.json_response({"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"})
@@ -90,8 +102,8 @@ class Buckets:
         return web.json_response({"failed": failed}, status=422 if failed and not added and not deleted else 200)
 
 
-def _files(bucket: Repo) -> dict[str, File]:
-    return {path: file for path, file in bucket.branches["main"].tree.items() if path != ATTRIBUTES}
+def _files(state: Commit) -> dict[str, File]:
+    return {path: file for path, file in state.tree.items() if path != ATTRIBUTES}
 
 
 def _entry(file: File) -> dict[str, Any]:

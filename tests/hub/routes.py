@@ -25,6 +25,7 @@ _ROUTES = [
         ("POST", "paths-info", _BUCKET + r"/paths-info"),
         ("POST", "batch", _BUCKET + r"/batch"),
         ("GET", "xet-token", _BUCKET + r"/xet-(?P<access>read|write)-token"),
+        ("GET|HEAD", "resolve", r"/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)/resolve/(?P<path>.+)"),
         ("PUT", "xet-upload", r"/xet/(?P<repo>[^/]+/[^/]+)/(?P<oid>\w+)"),
         ("GET", "tree", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?"),
         ("POST", "paths-info", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)"),

@@ -175,6 +175,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         skip_completed = self.skip_completed
         self.skip_completed = skip_completed and not any(runner.retry_dead_letters for runner in self._runners)
         try:
+            self.check()
             with checkpoints_seen(self):
                 check_before_run(self)
             self.run_ranks()
@@ -206,8 +207,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     # the coordinator -----------------------------------------------------------------------------------------------
 
-    def run_ranks(self) -> None:
-        """``run`` without the checks before and after. Errors: as ``run``."""
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: something would be on a job's own disk, or a secret is not set here.
+        """
         from datatrove_ckpt.preflight.job_check import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
@@ -216,9 +220,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 "executor: a job of Hugging Face starts with an empty disk, which goes with it. Set to a URL "
                 f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
+        self._secrets()
+
+    def run_ranks(self) -> None:
+        """``run`` without the checks before and after. Errors: as ``run``."""
         self._run_dependency()
         self._launched = True
-        self._secrets()  # what is missing shows before anything starts
         self._ensure_logging_dir_repo()
         running = self._alive()
         taken = {rank for job in running for rank in job.ranks}

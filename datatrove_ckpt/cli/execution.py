@@ -123,6 +123,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
+            if isinstance(executor, JobsPipelineExecutor):
+                executor.check()
             with checkpoints_seen(executor):
                 check_before_run(executor)
             if slurm_submit.submits(executor):

@@ -192,7 +192,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
             "writes the long form, where output_folder may be a URL."
         )
-    url, root = job.jobs is not None, Path(job.run_folder).expanduser()
+    url, root = "://" in job.run_folder, Path(job.run_folder).expanduser()
     tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
     reader, files = _reader(job.input, source, tasks is None, only_look)
     rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
@@ -220,7 +220,10 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         config |= _flags(job.task, config)
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
-    below = (lambda name: f"{job.run_folder.rstrip('/')}/{name}") if url else (lambda name: str(root / name))
+
+    def below(name: str) -> str:
+        return f"{job.run_folder.rstrip('/')}/{name}" if url else str(root / name)
+
     runner |= {
         "output_writer": _writer(job, below("output")),
         "checkpoints_local_dir": "checkpoints" if url else below("checkpoints"),

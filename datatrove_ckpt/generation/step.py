@@ -220,7 +220,7 @@ class Step(PipelineStep):
         return copied
 
     def _check_submission(self) -> None:
-        """datatrove copies an executor that it submits, and then opens ``executor.pik``: a refusal must come before that."""
+        """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come before that."""
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)

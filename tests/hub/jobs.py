@@ -61,7 +61,7 @@ class Job:
 
     def __init__(self, number: int, spec: dict[str, Any], folder: Path, hub: FakeHub, grace: float) -> None:
         self.id, self.spec, self.stage, self.ended_by, self.log = f"job{number:04d}", spec, "RUNNING", "", ""
-        self._folder, self._grace = folder / self.id, grace
+        self._folder = folder / self.id
         for name in ("home", "tmp", "work", "data", "site"):
             (self._folder / name).mkdir(parents=True)
         (self._folder / "site" / "sitecustomize.py").write_text(_CUSTOMIZE)
@@ -143,7 +143,7 @@ class Jobs:
 
     def __init__(self, hub: FakeHub, folder: Path, grace: float = 20.0) -> None:
         self.all: list[Job] = []
-        self._hub, self._folder, self._grace = hub, folder, grace
+        self._hub, self._folder, self.grace = hub, folder, grace
         hub.jobs = self
 
     @property
@@ -169,7 +169,7 @@ class Jobs:
         if kind == "job-run":
             spec = json.loads(body)
             assert not {*spec["environment"]} & {*(spec.get("secrets") or {})}
-            self.all.append(Job(len(self.all), spec, self._folder, self._hub, self._grace))
+            self.all.append(Job(len(self.all), spec, self._folder, self._hub, self.grace))
             return web.json_response(self.all[-1].shown(self._hub))
         if kind == "job-list":
             wanted = [label.split("=", 1) for label in http.query.getall("label", [])]
@@ -181,5 +181,5 @@ class Jobs:
         if job is None:
             raise Problem(404, "Job not found")
         if kind == "job-cancel":
-            job.end("cancel", self._grace)
+            job.end("cancel", self.grace)
         return web.json_response(job.shown(self._hub))

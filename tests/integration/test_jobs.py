@@ -7,9 +7,13 @@ a bucket of the fake hub.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +102,7 @@ class Ends:
     def __init__(
         self, jobs: Jobs, ways: list[str], apart: int, seconds: float = 0.02, stuck: set[str] | None = None
     ) -> None:
+        self.stuck_seconds = TIMEOUT - 10.0
         self.jobs, self.again, self.done = jobs, Counter[str](), Counter[str]()
         self._ways, self._apart, self._seconds, self._stuck = ways, apart, seconds, stuck or set()
         self._answers, self._last = 0, dict[str, Job | None]()
@@ -110,7 +115,7 @@ class Ends:
             before = self._last[question]
             self.again[before.ended_by if before else "?"] += 1
         self._last[question] = job
-        return self._seconds if times or question not in self._stuck else 600.0
+        return self._seconds if times or question not in self._stuck else self.stuck_seconds
 
     def answer(self, payload: dict[str, Any], times: int) -> str:
         with self._lock:
@@ -141,6 +146,119 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert hub.token.encode() not in data, name
     for job in jobs.all:
         assert KEY not in json.dumps({**job.spec, "secrets": None}) + job.log
+
+
+def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_them(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def held(payload: dict[str, Any], times: int) -> str:
+        began.set()
+        go_on.wait(60)
+        return answer(payload, times)
+
+    def interrupt() -> None:
+        began.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with FakeServer(held) as server:
+        write_job(hub, server.url, 2, 3, tasks_per_job=2)
+        threading.Thread(target=interrupt).start()
+        said = command("run", "job.yaml", code=143)
+        assert "To resume: datatrove-ckpt run job.yaml" in said
+        (job,) = jobs.running
+        go_on.set()
+        assert "6 of 6 documents" in command("run", "job.yaml").out
+        assert jobs.all == [job], "nothing was started twice"
+        assert "complete already" in command("run", "job.yaml") or len(jobs.all) == 1
+        assert server.asked.total() == 6
+
+
+@pytest.mark.slow
+def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def slow(payload: dict[str, Any], times: int) -> float:
+        return 0.0 if int(payload["messages"][-1]["content"].split()[2]) < 5 else 20.0
+
+    def look() -> None:
+        while not seen:
+            done = {name for name in hub.files(BUCKET, kind="bucket") if "commits.jsonl" in name or "/objects/" in name}
+            if len(done) > 3:
+                seen.append(main_in_a_process("status", "job.yaml"))
+                seen.append(main_in_a_process("status", f"hf://buckets/{BUCKET}/run/logs/checkpoints"))
+                seen.append(main_in_a_process("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", "--cancel"))
+            time.sleep(0.2)
+
+    seen: list[str] = []
+    with FakeServer(answer, delay=slow) as server:
+        write_job(hub, server.url, 1, 20)
+        watch = threading.Thread(target=look)
+        watch.start()
+        said = command("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", code=1)
+        watch.join()
+    assert "tasks 0: " in said.error
+    assert jobs.all[0].id in said.error
+    assert "canceled" in said.error
+    assert "hf jobs logs" in said.error
+    assert "Run the same command again" in said.error
+    for status in seen[:2]:
+        assert "1 rank (1 running)" in status, status
+        assert "% of the input" in status, status
+    assert "Canceled 1 job" in seen[2]
+
+
+def main_in_a_process(*words: str) -> str:
+    """What a command prints; this process runs one already."""
+    done = subprocess.run([sys.executable, "-m", "datatrove_ckpt", *words], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_go_on_is_given_up_after_max_retries_and_named(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        return 400 if payload["messages"][-1]["content"] == "document 0 0" else None
+
+    with FakeServer(answer, status=status) as server:
+        write_job(hub, server.url, 2, 3, tasks_per_job=2, max_retries=1)
+        said = command("run", "job.yaml", code=1)
+    # The first job completed rank 1 although rank 0 failed; the others made no progress.
+    assert [job.ranks for job in jobs.all] == [[0, 1], [0], [0]]
+    assert said.error.startswith("error: 1 of 2 tasks are not complete:\n  tasks 0: ")
+    assert jobs.all[-1].id in said.error
+
+
+@pytest.mark.parametrize("grace", [0.0, 5.0])
+@pytest.mark.matrix
+def test_a_job_drains_before_its_timeout(hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float) -> None:
+    jobs.grace = grace
+    stuck = {"document 0 7"}
+    ends = Ends(jobs, [], 1, 0.0, stuck)
+    ends.stuck_seconds = 14.0
+    with FakeServer(ends.answer, delay=ends.delay) as server:
+        write_job(hub, server.url, 1, 12, timeout=14)
+        command("run", "job.yaml", "--pipeline.1.drain_seconds=0.2", "--pipeline.1.mirror_seconds=600")
+        assert server.asked.total() == 12 + 1
+    assert jobs.ends == {("", "ERROR"): 1, ("", "COMPLETED"): 1}
+    assert "the end of the job's time limit" in jobs.all[0].log
+
+
+def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(hub, "http://127.0.0.1:1", 1, 1)
+    said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
+    assert "starts with an empty disk" in said
+    assert "output_folder of pipeline[1]" in said
+    monkeypatch.delenv("ENDPOINT_KEY")
+    assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
+    assert "env: MY_TOKEN: its value may be a secret" in command(
+        "run", "job.yaml", "--executor.env={MY_TOKEN: x}", code=2
+    )
+    assert not jobs.all
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
+_SAME = ("datatrove", "dill", "huggingface_hub")
 _MOST_SHOWN = 5
 _ONLY_THIS_RANK = (DocumentError, InputError, OutputMismatch)
 
@@ -90,7 +91,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     Args:
         logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
-        dependencies: packages that the jobs need besides this one and what it requires, such as ``["vllm"]``.
+        dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
         timeout: a rank drains before. None: 30 minutes, as Jobs have it.
         secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
             and of mirrors are added.
@@ -137,7 +138,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except ValueError as error:
             raise ConfigError(f"executor: {error}") from None
         self.cancel_on_interrupt = cancel_on_interrupt
-        self.dependencies = [*_required(), *(dependencies or ())]
+        configs = [config for runner in self._runners for config in runner.models.values()]
+        engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
+        self.dependencies = [*_required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         if depends is not None and not isinstance(depends, DatatroveExecutor):
@@ -499,11 +502,21 @@ def _version() -> str:
     return importlib.metadata.version("datatrove-ckpt")
 
 
-def _required() -> list[str]:
-    """What the package requires. What reads and writes pickles and buckets has the versions of this machine."""
-    required = importlib.metadata.requires("datatrove-ckpt") or []
-    same = [f"{name}=={importlib.metadata.version(name)}" for name in ("datatrove", "dill", "huggingface_hub")]
-    return [*(one for one in required if "extra ==" not in one), *same]
+def _required(*extras: str) -> list[str]:
+    """What the package requires, with these extras. What reads and writes pickles has the versions of this machine.
+
+    Raises:
+        ConfigError: the client of the hub is missing here.
+    """
+    found = []
+    for one in importlib.metadata.requires("datatrove-ckpt") or []:
+        extra = re.search(r"extra == ['\"](\w+)", one)
+        if extra is None or extra[1] in extras:
+            found.append(one.partition(";")[0].strip() if extra else one)
+    try:
+        return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError("JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'") from error
 
 
 def _bundle() -> bytes:

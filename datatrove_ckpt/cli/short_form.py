@@ -231,16 +231,18 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     }
     executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": below("logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
+    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
+    return {"executor": _executor(job, root, executor), **section}
+
+
+def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
         slurm |= {} if job.endpoint else {"gpus_per_task": 1}
-        return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
+        return _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)
     if job.jobs is not None:
-        engine = [] if job.endpoint else [config["server_type"]]
-        jobs = {"job_name": root.name, "dependencies": engine, **job.jobs}
-        return {"executor": _node("JobsPipelineExecutor", **jobs, **executor)}
-    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
-    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor), **section}
+        return _node("JobsPipelineExecutor", **{"job_name": root.name, **job.jobs}, **executor)
+    return _node("LocalPipelineExecutor", workers=1, **executor)
 
 
 def run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
@@ -103,6 +105,7 @@ class Ends:
         self, jobs: Jobs, ways: list[str], apart: int, seconds: float = 0.02, stuck: set[str] | None = None
     ) -> None:
         self.stuck_seconds = TIMEOUT - 10.0
+        self._spared: list[Job | None] = []
         self.jobs, self.again, self.done = jobs, Counter[str](), Counter[str]()
         self._ways, self._apart, self._seconds, self._stuck = ways, apart, seconds, stuck or set()
         self._answers, self._last = 0, dict[str, Job | None]()
@@ -115,14 +118,21 @@ class Ends:
             before = self._last[question]
             self.again[before.ended_by if before else "?"] += 1
         self._last[question] = job
-        return self._seconds if times or question not in self._stuck else self.stuck_seconds
+        if times or question not in self._stuck:
+            return self._seconds
+        self._spared.append(job)
+        return self.stuck_seconds
 
     def answer(self, payload: dict[str, Any], times: int) -> str:
         with self._lock:
             self._answers += 1
             if self._ways and self._answers >= self._apart:
                 job = self.jobs.of(int(payload["messages"][-1]["content"].split()[1]))
-                if job is not None and job.end(self._ways[0], 0.0 if self._ways[0] == "kill" else 20.0):
+                if (
+                    job is not None
+                    and job not in self._spared
+                    and job.end(self._ways[0], 0.0 if self._ways[0] == "kill" else 20.0)
+                ):
                     self.done[self._ways.pop(0)] += 1
                     self._answers = 0
         return answer(payload, times)
@@ -259,6 +269,44 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
         "run", "job.yaml", "--executor.env={MY_TOKEN: x}", code=2
     )
     assert not jobs.all
+
+
+def test_the_short_form_and_datatroves_own_executor(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each would start. Jobs of datatrove's script unpack no package."""
+    started: list[dict[str, Any]] = []
+
+    def run_uv_job(script: str, **arguments: Any) -> None:
+        started.append({"script": Path(script).name, **arguments})
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("huggingface_hub.run_uv_job", run_uv_job)
+    write_job(hub, "http://127.0.0.1:1", 2, 1)
+    run = f"hf://buckets/{BUCKET}/short"
+    short = {"run_folder": run, "input": f"hf://buckets/{BUCKET}/input/*.jsonl", "prompt": "Say {text}", "model": "m"}
+    short |= {"endpoint": "http://127.0.0.1:1", "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0}}
+    Path("short.yaml").write_text(yaml.safe_dump(short))
+    assert "run_folder: must be a folder of this machine" in command("run", "short.yaml", "--jobs=null", code=2)
+    assert "refuses to start a job" in command("run", "short.yaml", code=1)
+    (job,) = started
+    assert job["flavor"] == "a10g-small"
+    assert job["env"]["DATATROVE_CKPT_JOB_RANKS"] == "0"
+    assert job["env"]["DATATROVE_CKPT_JOB_SECONDS"] == "7200"
+    assert job["script"] == "job_launch.py"
+    names = {re.split("[<>=;]", one)[0] for one in job["dependencies"]}
+    assert {"aiohttp", "datatrove", "datasets", "huggingface_hub"} <= names
+    assert "vllm" not in names
+    assert "short.yaml: nothing has started yet" in command("status", "short.yaml", code=2)
+
+    content = yaml.safe_load(Path("job.yaml").read_text())
+    content["executor"]["class_path"] = "datatrove.executor.JobsPipelineExecutor"
+    content["executor"]["init_args"]["pipeline"][1]["init_args"]["checkpoints_remote_dir"] = f"{run}/mirror"
+    content["executor"]["init_args"]["poll_interval"] = 1
+    Path("theirs.yaml").write_text(yaml.safe_dump(content))
+    command("run", "theirs.yaml", code=None)
+    assert started[1]["script"] == "launch_pickled_pipeline.py"
+    assert sum("datatrove's JobsPipelineExecutor: its jobs have this package only if" in line for line in log) == 1
 
 
 @pytest.mark.slow

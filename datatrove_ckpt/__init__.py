@@ -1,6 +1,6 @@
 """Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
 
-``InferenceRunner``, ``InferenceConfig`` and ``LocalPipelineExecutor`` replace datatrove's. ``InferenceResult``,
+``InferenceRunner``, ``InferenceConfig`` and the two executors replace datatrove's. ``InferenceResult``,
 ``InferenceError`` and ``ServerError`` are datatrove's own, so that a script changes one import line only:
 ``datatrove_ckpt``, or ``datatrove_ckpt.run_inference``, for ``datatrove.pipeline.inference.run_inference``.
 ``datatrove_ckpt.checkpoint`` explains recovery on one page, ``datatrove_ckpt.errors`` the errors.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.jobs_executor import JobsPipelineExecutor as JobsPipelineExecutor
     from datatrove_ckpt.operations import doctor as doctor
     from datatrove_ckpt.operations import fork as fork
     from datatrove_ckpt.operations import migrate as migrate
@@ -45,6 +46,7 @@ _MODULES = {
     "InferenceError": _TYPES,
     "InferenceResult": _TYPES,
     "InferenceRunner": f"{__name__}.runner",
+    "JobsPipelineExecutor": f"{__name__}.jobs_executor",
     "LocalPipelineExecutor": f"{__name__}.executor",
     "MonitoringConfig": f"{__name__}.config",
     "Ranked": f"{__name__}.rollouts",

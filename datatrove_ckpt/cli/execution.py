@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, Self
 
 import multiprocess
-from datatrove.executor import RayPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
@@ -52,6 +51,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, checkpoints_seen
 from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
@@ -75,6 +75,11 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
     for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
         runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
     check_steps(plan)
+    if arguments.cancel:
+        if not isinstance(executor, JobsPipelineExecutor):
+            raise ConfigError("--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel.")
+        say(f"Canceled {plural(executor.cancel(), 'job')}. What they have uploaded is kept. To resume: run again.")
+        return 0
     if arguments.dry_run:
         full = FullConfig(content)
         print(full.text(), end="")
@@ -118,7 +123,10 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
-            check_before_run(executor)
+            if isinstance(executor, JobsPipelineExecutor):
+                executor.check()
+            with checkpoints_seen(executor):
+                check_before_run(executor)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -173,14 +181,15 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
         say(slurm_submit.submit(executor, what, arguments.command))
         return 0
-    is_ray, started = isinstance(executor, RayPipelineExecutor), unix_seconds()
-    marked = plan.marked() if is_ray and not executor.skip_completed else {}
-    executor.run_ranks() if isinstance(executor, LocalPipelineExecutor) else executor.run()
-    if is_ray:
+    is_ours, started = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor), unix_seconds()
+    marked = plan.marked() if not is_ours and not executor.skip_completed else {}
+    executor.run_ranks() if is_ours else executor.run()
+    if not is_ours:
         _refuse_what_is_left(plan, marked)
-    checked = check_after_run(executor)
-    for runner in kept:
-        say(closing_line(runner, arguments.command, checked, started))
+    with checkpoints_seen(executor) as said:
+        checked = check_after_run(executor)
+        for runner in kept:
+            say(said(closing_line(runner, arguments.command, checked, started)))
     # Of the rank that ran: a checkpoint on a volume has those of the others, too.
     committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
     return sum(sum_delivered(counts).dead for counts in committed)
@@ -219,7 +228,7 @@ def _interrupted(interruption: Interruption, command: str) -> int:
 
 
 def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
-    """Ray's executor returns normally although tasks failed.
+    """Executors of datatrove return normally although tasks failed.
 
     Args:
         marked: before it ran. A task that ran once more was marked once more.

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
@@ -27,7 +25,8 @@ from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.output.folders import writers_of
+from datatrove_ckpt.jobs_executor import modules_here
+from datatrove_ckpt.preflight.job_check import lost_with_disk
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.redaction import is_surely_secret, redact
 
@@ -120,19 +119,7 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
     Raises:
         ConfigError: names all that would be on the pod's own disk.
     """
-    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
-    for index, step in enumerate(plan.pipeline):
-        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
-    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
-    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
-    lost = [name for name, folder in local.items() if not job.is_kept(folder.resolve_paths(""))]
-    for runner in plan.runners:
-        step, mirror = runner.step, runner.step.checkpoints_remote_dir
-        if step.checkpoints_local_dir is None:
-            lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
-        elif not job.is_kept(str(step.checkpoints_local_dir)) and not (mirror and job.is_kept(str(mirror))):
-            lost.append("checkpoints_remote_dir (the mirror of checkpoints_local_dir)")
-    if lost:
+    if lost := lost_with_disk(plan, job.is_kept):
         raise ConfigError(
             f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL (s3://..., "
             f"hf://buckets/...), or to a folder on a claim of kubernetes.volumes: {'; '.join(lost)}."
@@ -163,7 +150,7 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
     data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
     if left < 0:
         raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
-    for path in sorted(_modules_here()):
+    for path in sorted(modules_here()):
         if (size := path.stat().st_size) <= left:
             data[path.name], left = path.read_text(encoding="utf-8"), left - size
     for runner in plan.runners:
@@ -184,15 +171,6 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
                 f"{place}: holds what may be a secret (`run --print-config` hides it), and this is no place for one. "
                 f"Let the job read it from the environment, out of a Secret that {_SECTION}.secrets names."
             )
-
-
-def _modules_here() -> Iterator[Path]:
-    """Their files; of packages, none."""
-    here = Path.cwd()
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        if path == here / f"{name}.py":
-            yield path
 
 
 def _job(plan: RunPlan, job: KubernetesJob, metadata: Node) -> Node:

@@ -73,9 +73,11 @@ class ShortJob:
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
-        tasks: None: 1 here, and on Slurm and Kubernetes one for each input file, up to 100.
+        tasks: None: 1 here, and elsewhere one for each input file, up to 100.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
+        jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is a URL, such as
+            ``hf://buckets/ORG/NAME/summaries``.
     """
 
     run_folder: str
@@ -88,11 +90,12 @@ class ShortJob:
     tasks: int | None = None
     slurm: Node | None = None
     kubernetes: KubernetesJob | None = None
+    jobs: Node | None = None
 
     @property
     def is_elsewhere(self) -> bool:
         """The tasks run on other machines than this one, with GPUs of their own."""
-        return self.slurm is not None or self.kubernetes is not None
+        return self.slurm is not None or self.kubernetes is not None or self.jobs is not None
 
 
 # As configs/slurm.yaml explains them.
@@ -184,12 +187,12 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
     job: ShortJob = construct(ShortJob, own, source)
-    if "://" in job.run_folder:
+    if "://" in job.run_folder and job.jobs is None:
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
             "writes the long form, where output_folder may be a URL."
         )
-    root = Path(job.run_folder).expanduser()
+    url, root = "://" in job.run_folder, Path(job.run_folder).expanduser()
     tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
     reader, files = _reader(job.input, source, tasks is None, only_look)
     rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
@@ -217,19 +220,29 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         config |= _flags(job.task, config)
     if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
         config["default_generation_params"] = {**given, **answer}
+
+    def below(name: str) -> str:
+        return f"{job.run_folder.rstrip('/')}/{name}" if url else str(root / name)
+
     runner |= {
-        "output_writer": _writer(job, str(root / "output")),
-        "checkpoints_local_dir": str(root / "checkpoints"),
+        "output_writer": _writer(job, below("output")),
+        "checkpoints_local_dir": "checkpoints" if url else below("checkpoints"),
         "records_per_chunk": runner.get("records_per_chunk", 1000),
     }
-    executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": str(root / "logs")}
+    executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": below("logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
+    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
+    return {"executor": _executor(job, root, executor), **section}
+
+
+def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
         slurm |= {} if job.endpoint else {"gpus_per_task": 1}
-        return {"executor": _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)}
-    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
-    return {"executor": _node("LocalPipelineExecutor", workers=1, **executor), **section}
+        return _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)
+    if job.jobs is not None:
+        return _node("JobsPipelineExecutor", **{"job_name": root.name, **job.jobs}, **executor)
+    return _node("LocalPipelineExecutor", workers=1, **executor)
 
 
 def run(
@@ -386,7 +399,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
-    config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
+    config["server_log_folder"] = "server_logs" if job.jobs else str(Path(job.run_folder, "logs", "server"))
     from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
 
     gpus = visible_gpus()

@@ -39,7 +39,7 @@ from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 
 _NAMES_BY_MODULE = {
-    "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor",
+    "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor JobsPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout EmbedRollout "
     "ClassifyRollout chat",
@@ -66,7 +66,7 @@ _HOMES = {
     "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
     "config of InferenceRunner": "InferenceConfig",
     "init_args of InferenceRunner": "InferenceRunner",
-    "init_args of executor": "LocalPipelineExecutor SlurmPipelineExecutor",
+    "init_args of executor": "LocalPipelineExecutor SlurmPipelineExecutor JobsPipelineExecutor",
 }
 
 _MOST_LISTED = 20

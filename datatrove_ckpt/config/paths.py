@@ -54,3 +54,8 @@ def start_command(given: Sequence[str]) -> str:
         own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
         return shlex.join(["python", given[0], *own])
     return shlex.join(["datatrove-ckpt", "run", *given])
+
+
+def default_mirror(logging_dir: str, runner: int = 0) -> str:
+    """On Hugging Face Jobs, the mirror of a runner that names none, by its number among the runners."""
+    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -202,16 +202,25 @@ class Step(PipelineStep):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Without what only a pickle needs: modules among the names of the script cannot be copied."""
-        from datatrove.executor import SlurmPipelineExecutor
+        from datatrove.executor import JobsPipelineExecutor, SlurmPipelineExecutor
 
-        if any(isinstance(outer, SlurmPipelineExecutor) for outer in memo.values()):
+        kinds = {
+            type(outer) for outer in memo.values() if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
+        }
+        if kinds:
             self._check_submission()
+        if JobsPipelineExecutor in kinds:
+            logger.warning(
+                "datatrove's JobsPipelineExecutor: its jobs have this package only if dependencies names a release, "
+                "resume only with checkpoints_remote_dir, don't drain before their timeout, and get no key of "
+                "api_key_env unless secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
+            )
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
     def _check_submission(self) -> None:
-        """datatrove copies a Slurm executor, and then opens ``executor.pik``: a refusal must come before that."""
+        """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come before that."""
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)

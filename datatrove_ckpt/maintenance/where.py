@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.fields import fields_without_secrets
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.checkpoint.setting_values import same_value
-from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import plural
 
@@ -217,6 +217,8 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     executor = _arguments(config.get("executor"))
     local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
+    if remote is None and str(config["executor"].get("class_path")).endswith("JobsPipelineExecutor"):
+        remote = default_mirror(str(logging_dir))
     folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
     place = Place(str(local), local or Path(), [path], config=config)
     place.tasks = tasks if isinstance(tasks, int) and is_count(tasks) else 1

@@ -16,7 +16,7 @@ checkpoint again. Whoever runs an executor calls ``check_job`` first, which look
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
@@ -38,6 +39,7 @@ from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.output.folders import writers_of
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -72,6 +74,27 @@ def check_job(plan: RunPlan, dry_run: bool = False, deals_out: bool = False) -> 
         if not deals_out:
             _refuse_left_behind(root, plan.tasks)
     return wrong
+
+
+def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
+    """The settings that name something on the disk of a machine that is lost with it.
+
+    Args:
+        is_kept: whether a folder outlives the machine.
+    """
+    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
+    for index, step in enumerate(plan.pipeline):
+        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
+    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
+    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
+    lost = [name for name, folder in local.items() if not is_kept(folder.resolve_paths(""))]
+    for runner in plan.runners:
+        step, mirror = runner.step, runner.step.checkpoints_remote_dir
+        if step.checkpoints_local_dir is None:
+            lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
+        elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
+            lost.append("checkpoints_remote_dir (the mirror of checkpoints_local_dir)")
+    return lost
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:

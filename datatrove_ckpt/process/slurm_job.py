@@ -26,6 +26,7 @@ from typing import Any
 from loguru import logger
 
 from datatrove_ckpt.process import pool_signals
+from datatrove_ckpt.process.job_launch import END
 
 _SCONTROL_TIMEOUT = 10.0  # seconds
 _SQUEUE_TIMEOUT = 15.0  # seconds
@@ -141,7 +142,7 @@ def is_time_up(reserve: float) -> bool:
 
 def _known_end() -> float | None:
     with suppress(ValueError):
-        return float(os.environ.get("SLURM_JOB_END_TIME", ""))
+        return float(os.environ.get("SLURM_JOB_END_TIME") or os.environ.get(END, ""))
     return None
 
 

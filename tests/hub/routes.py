@@ -7,9 +7,16 @@ from urllib.parse import unquote
 
 _BUCKET = r"/api/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)"
 
+_JOB = r"/api/jobs/(?P<namespace>[^/]+)"
+
 _ROUTES = [
     (method, kind, re.compile(f"^{pattern}$"))
     for method, kind, pattern in (
+        ("GET", "whoami", r"/api/whoami-v2"),
+        ("POST", "job-run", _JOB),
+        ("GET", "job-list", _JOB),
+        ("GET", "job-inspect", _JOB + r"/(?P<id>\w+)"),
+        ("POST", "job-cancel", _JOB + r"/(?P<id>\w+)/cancel"),
         ("POST", "create", r"/api/repos/create"),
         ("GET", "auth-check", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?"),
         ("POST", "create", _BUCKET),

@@ -14,6 +14,7 @@ from aiohttp import web
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault, Hold
+from tests.hub.jobs import Jobs
 from tests.hub.routes import route
 from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 
@@ -43,7 +44,7 @@ class FakeHub:
 
     Kinds of requests, for faults and counters: create, info, refs, tree, paths-info, commits,
     preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, other;
-    of buckets also batch, xet-token, xet-upload.
+    of buckets also batch, xet-token, xet-upload; of Jobs (``jobs.py``) job-run, job-list, job-inspect, job-cancel.
     """
 
     token = "hf_FakeWriteTokenOfTheTests"
@@ -65,6 +66,7 @@ class FakeHub:
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch. Those of a
         bucket catch up, by one change with each look."""
         self.lag_kinds = {"tree", "paths-info"}
+        self.jobs: Jobs | None = None
         self._rules: list[Fault | Hold] = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
@@ -207,6 +209,12 @@ class FakeHub:
         if faulty is not None:
             return faulty
         access = self._access(request)
+        if request.kind == "whoami":
+            return web.json_response({"type": "user", "name": self.user, "orgs": [], "auth": {"type": "access_token"}})
+        if request.kind.startswith("job-"):
+            assert self.jobs is not None, "this test has no Jobs"
+            answer = self.jobs.answer(http, request.kind, arguments, body)
+            return await self.fault(request.kind, request.path, after_effect=True) or answer
         if repo[0] == "bucket":
             response: web.StreamResponse = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
         else:

@@ -39,9 +39,10 @@ ROOMS = {
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
+    "jobs_executor": "errors formatting redaction retrying config process checkpoint mirror runner preflight executor",
     "operations": "errors process checkpoint maintenance preflight runner",
-    "cli": "errors formatting redaction retrying config process checkpoint output maintenance preflight executor"
-    " operations",
+    "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
+    " jobs_executor operations",
     "testing": "checkpoint mirror",
 }
 
@@ -121,7 +122,7 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 def test_the_public_names_are_there_and_no_others() -> None:
     ours = {"CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor", "MonitoringConfig"}
-    ours |= {"Classification", "Ranked"}
+    ours |= {"Classification", "JobsPipelineExecutor", "Ranked"}
     assert set(datatrove_ckpt.__all__) == ours | {
         "InferenceError",
         "InferenceResult",

@@ -1,0 +1,578 @@
+"""JobsPipelineExecutor: datatrove's for Hugging Face Jobs, with what it lacks.
+
+    the package on the job's machine    a zip of this very code, beside ``executor.pik`` (``process/job_launch.py``)
+    a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
+    a job reaches its timeout           its rank drains before; SIGTERM drains, too
+    a job dies                          what its ranks have left is started again, as long as they advance
+    the coordinator ends                jobs go on; the next run of the same command waits for them
+
+What a job is to do stands in its own environment. datatrove's list of ranks in ``logging_dir`` is rewritten at each
+launch, and a job of an earlier one that still waits in a queue would read the wrong ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, chdir, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import dill  # type: ignore[import-untyped]
+from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
+from datatrove.io import DataFolderLike
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
+from datatrove_ckpt.config.paths import default_mirror
+from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
+from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
+from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.mirror.job import newest_manifest
+from datatrove_ckpt.mirror.reading import MirrorReader
+from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process.task_errors import task_of_many
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
+from datatrove_ckpt.retrying import READING, failure_line
+from datatrove_ckpt.runner import InferenceRunner
+
+RANKS = "DATATROVE_CKPT_JOB_RANKS"
+"""The variable with a job's ranks."""
+_LABEL = "datatrove_ckpt_run"
+_ALIVE = ("SCHEDULING", "RUNNING")
+_ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
+_DEFAULT_SECONDS = 1800.0  # of a job without a timeout
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_THREADS = 32
+_SAME = ("datatrove", "dill", "huggingface_hub")
+_MOST_SHOWN = 5
+_ONLY_THIS_RANK = (DocumentError, InputError, OutputMismatch)
+
+Progress = tuple[int, int, int]
+"""Of a rank: bytes of commits, of journals and of saved answers. It only grows; later ones are dropped by earlier."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """
+    Attributes:
+        reached: what the mirror had of each rank when the job was submitted.
+        retries: launches before this one, in turn, in which no rank advanced.
+    """
+
+    id: str
+    url: str
+    ranks: list[int]
+    reached: dict[int, Progress]
+    retries: int = 0
+
+
+class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+    """Runs the ranks of a pipeline on Hugging Face Jobs, and waits for them.
+
+    All arguments but the last are those of datatrove's ``JobsPipelineExecutor``, with these differences.
+
+    Args:
+        logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
+        dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
+        timeout: a rank drains before. None: 30 minutes, as Jobs have it.
+        secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
+            and of mirrors are added.
+        max_retries: how often in turn the rest of a job is started again although none of its ranks has advanced.
+        cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next run waits for them.
+    """
+
+    pipeline: list[PipelineStep]
+    skip_completed: bool
+    # These need the logging_dir only.
+    _saved_stats = LocalPipelineExecutor._saved_stats
+    _stats_of_complete = LocalPipelineExecutor._stats_of_complete
+
+    def __init__(
+        self,
+        pipeline: list[PipelineStep | Callable[..., Any]],
+        tasks: int,
+        workers: int = -1,
+        logging_dir: DataFolderLike = None,
+        flavor: str = "cpu-basic",
+        image: str | None = None,
+        dependencies: list[str] | None = None,
+        timeout: int | float | str | None = None,
+        tasks_per_job: int = 1,
+        depends: DatatroveExecutor | None = None,
+        skip_completed: bool = True,
+        randomize_start_duration: int = 0,
+        python: str | None = None,
+        namespace: str | None = None,
+        labels: dict[str, str] | None = None,
+        token: str | None = None,
+        secrets: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        max_retries: int = 1,
+        poll_interval: float = 15,
+        run_on_dependency_fail: bool = False,
+        job_name: str = "data_processing",
+        cancel_on_interrupt: bool = False,
+    ) -> None:
+        given = dict(locals())  # a debugger adds to the other one
+        own = ("self", "__class__", "cancel_on_interrupt")
+        try:
+            super().__init__(**{name: value for name, value in given.items() if name not in own})
+        except ValueError as error:
+            raise ConfigError(f"executor: {error}") from None
+        self.cancel_on_interrupt = cancel_on_interrupt
+        configs = [config for runner in self._runners for config in runner.models.values()]
+        engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
+        self.dependencies = [*_required("hub", *engines), *(dependencies or ())]
+        if max_retries < 0:
+            raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
+        if depends is not None and not isinstance(depends, DatatroveExecutor):
+            raise ConfigError(f"depends: must be a JobsPipelineExecutor; it is a {type(depends).__name__}.")
+        for name in env or ():
+            if may_name_secret(name):
+                raise ConfigError(f"env: {name}: its value may be a secret, and env is kept in files. Use secrets.")
+        self._seconds()
+        for index, runner in enumerate(self._runners):
+            if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
+                runner.checkpoints_remote_dir = default_mirror(self._folder, index)
+
+    @property
+    def _runners(self) -> list[InferenceRunner]:
+        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+
+    @property
+    def _folder(self) -> str:
+        return str(self.logging_dir.resolve_paths("")).rstrip("/")
+
+    # inside a job --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Starts the jobs for every rank that is not complete, and waits until all are. In a job: runs its ranks.
+
+        Raises:
+            ConfigError: a setting cannot work, or something would be on a job's own disk.
+            CkptError: ranks are not complete; the message names them and their jobs. Or see ``check_before_run``.
+            KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
+        """
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+
+        if RANKS in os.environ:
+            return self._run_in_job([int(rank) for rank in os.environ[RANKS].split(",")])
+        skip_completed = self.skip_completed
+        self.skip_completed = skip_completed and not any(runner.retry_dead_letters for runner in self._runners)
+        try:
+            self.check()
+            with checkpoints_seen(self):
+                check_before_run(self)
+            self.run_ranks()
+            with checkpoints_seen(self):
+                check_after_run(self)
+        except CkptError as error:  # its message says it all
+            error.__traceback__ = None
+            raise
+        finally:
+            self.skip_completed = skip_completed
+        return None
+
+    def _run_in_job(self, ranks: Sequence[int]) -> None:
+        """Each rank in turn. One whose own documents are wrong does not keep the others from running."""
+        pipeline, failure = self.pipeline, None
+        try:
+            for rank in ranks:
+                self.pipeline = deepcopy(pipeline)
+                try:
+                    with task_of_many(len(ranks) > 1), chdir("."):
+                        self._run_for_rank(rank)
+                except _ONLY_THIS_RANK as error:
+                    failure = failure or error
+        finally:
+            self.pipeline = pipeline
+            _close_servers()
+        if failure is not None:
+            raise failure
+
+    # the coordinator -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: something would be on a job's own disk, or a secret is not set here.
+        """
+        from datatrove_ckpt.preflight.job_check import lost_with_disk
+        from datatrove_ckpt.preflight.run_plan import RunPlan
+
+        if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
+            raise ConfigError(
+                "executor: a job of Hugging Face starts with an empty disk, which goes with it. Set to a URL "
+                f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+            )
+        self._secrets()
+
+    def run_ranks(self) -> None:
+        """``run`` without the checks before and after. Errors: as ``run``."""
+        self._run_dependency()
+        self._launched = True
+        self._ensure_logging_dir_repo()
+        running = self._alive()
+        taken = {rank for job in running for rank in job.ranks}
+        ranks = [rank for rank in self._left(range(self.tasks), self.skip_completed) if rank not in taken]
+        if running:
+            logger.info(f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. Waiting.")
+        if not ranks and not running:
+            logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
+        else:
+            self._forget_markers(ranks)
+            self._upload()
+        batches = [ranks[at : at + self.tasks_per_job] for at in range(0, len(ranks), self.tasks_per_job)]
+        with _sigterm_interrupts():
+            try:
+                failed = self._work_through(running, deque((batch, 0) for batch in batches))
+            except KeyboardInterrupt:
+                self._leave()
+                raise
+        if failed:
+            raise _failed(failed, self.tasks, self._folder)
+        if ranks or running or not self.logging_dir.isfile("stats.json"):
+            stats = self._stats_of_complete(range(self.tasks))
+            with self.logging_dir.open("stats.json", "wt") as file:
+                stats.save_to_disk(file)
+            logger.success(stats.get_repr(f"All {self.tasks} tasks"))
+
+    def cancel(self) -> int:
+        """Cancels the jobs of this run. Returns how many there were."""
+        from huggingface_hub import cancel_job
+
+        jobs = self._alive()
+        for job in jobs:
+            cancel_job(job_id=job.id, namespace=self.namespace, token=self.token)
+        return len(jobs)
+
+    def _leave(self) -> None:
+        jobs = self._alive()
+        if not jobs:
+            return
+        if self.cancel_on_interrupt:
+            logger.warning(f"Canceled {plural(self.cancel(), 'job')}: {_shown(jobs)}.")
+            return
+        logger.warning(
+            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: add "
+            "--cancel to it, or call cancel() of the executor."
+        )
+
+    def _run_dependency(self) -> None:
+        if self.depends is None:
+            return
+        try:
+            self.depends.run()  # it takes part in jobs that run already
+            left = self.depends.get_incomplete_ranks(skip_completed=True)
+            if left:
+                raise CkptError(f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not complete.")
+        except CkptError as error:
+            if not self.run_on_dependency_fail:
+                raise
+            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
+
+    def _work_through(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> list[tuple[_Job, str]]:
+        """Keeps at most ``workers`` jobs running until nothing is left. Returns those that were given up, and why."""
+        failed: list[tuple[_Job, str]] = []
+        while running or waiting:
+            self._fill(running, waiting)
+            time.sleep(self.poll_interval)
+            for job in [*running]:
+                stage = self._stage(job)
+                if stage not in _ENDED:
+                    continue
+                running.remove(job)
+                left = self._left(job.ranks)
+                if not left:
+                    logger.info(f"Job {job.url} has completed its {plural(len(job.ranks), 'task')}.")
+                    continue
+                now = self._progress(left)
+                advanced = len(left) < len(job.ranks) or any(now[rank] > job.reached[rank] for rank in left)
+                retries = 0 if advanced else job.retries + 1
+                what = f"Job {job.url} ended as {stage}, with {plural(len(left), 'task')} left"
+                if stage == "CANCELED" or retries > self.max_retries:
+                    why = "canceled" if stage == "CANCELED" else f"{plural(retries, 'start')} in turn without progress"
+                    logger.error(f"{what}: {why}.")
+                    failed.append((_Job(job.id, job.url, left, {}), f"{stage}, {why}"))
+                    continue
+                again = "" if advanced else f", without progress: {retries} of {self.max_retries}"
+                logger.warning(f"{what}. They start again{again}.")
+                waiting.append((left, retries))
+        return failed
+
+    def _fill(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
+        while waiting and (self.workers == -1 or len(running) < self.workers):
+            ranks, retries = waiting[0]
+            try:
+                with warnings.catch_warnings(action="ignore", category=UserWarning):  # run_uv_job is experimental
+                    running.append(self._submit(ranks, retries))
+            except Exception as error:
+                if not READING.passes(error):
+                    raise CkptError(
+                        f"Hugging Face refuses to start a job: {failure_line(error)}. {plural(len(running), 'job')} of "
+                        "this run go on. Correct that and run the same command again."
+                    ) from error
+                logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
+                self._find_started(running, waiting)
+                return
+            waiting.popleft()
+
+    def _find_started(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
+        """The answer to a submission may have been lost, and its job may run."""
+        known = {job.id for job in running}
+        for job in self._alive():
+            if job.id not in known and waiting and job.ranks == waiting[0][0]:
+                running.append(job)
+                waiting.popleft()
+
+    def _submit(self, ranks: list[int], retries: int) -> _Job:
+        from huggingface_hub import run_uv_job
+
+        reached = self._progress(ranks)
+        env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
+        labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
+        job = run_uv_job(
+            job_launch.__file__,
+            script_args=[self._folder, self._bundle_name],
+            dependencies=self.dependencies,
+            python=self.python,
+            image=self.image,
+            env=env | {RANKS: ",".join(map(str, ranks)), job_launch.TIMEOUT: f"{self._seconds():g}"},
+            secrets=self._secrets(),
+            flavor=self.flavor,
+            timeout=self.timeout,
+            labels=labels,
+            namespace=self.namespace,
+            token=self.token,
+        )
+        logger.info(f"Started job {job.url} for {plural(len(ranks), 'task')}, from {ranks[0]} on.")
+        return _Job(job.id, job.url, ranks, reached, retries)
+
+    def _alive(self) -> list[_Job]:
+        """The jobs of this run that wait or run, whoever has started them."""
+        from huggingface_hub import list_jobs
+
+        found = []
+        for job in list_jobs(
+            status=[*_ALIVE], labels={_LABEL: self._label}, namespace=self.namespace, token=self.token
+        ):
+            ranks = [int(rank) for rank in (job.environment or {}).get(RANKS, "").split(",") if rank]
+            found.append(_Job(job.id, job.url, ranks, self._progress(ranks)))
+        return found
+
+    def _stage(self, job: _Job) -> str:
+        from huggingface_hub import inspect_job
+
+        try:
+            return str(inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage)
+        except Exception as error:
+            if getattr(getattr(error, "response", None), "status_code", None) == 404:
+                return "DELETED"
+            if not READING.passes(error):
+                raise CkptError(f"Job {job.url} cannot be looked at: {failure_line(error)}.") from error
+            logger.warning(f"Job {job.url} could not be looked at ({failure_line(error)}). Tried again.")
+            return "UNKNOWN"
+
+    def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
+        self.logging_dir.fs.invalidate_cache()  # jobs write there
+        found: list[int] = self.get_incomplete_ranks(ranks, skip_completed)
+        return found
+
+    def _progress(self, ranks: Sequence[int]) -> dict[int, Progress]:
+        urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            sums = threads.map(lambda rank: _reached([f"{url}/{rank:05d}" for url in urls]), ranks)
+            return dict(zip(ranks, sums, strict=True))
+
+    def _forget_markers(self, ranks: Iterable[int]) -> None:
+        """Of ranks that run once more, as a retry does: an old marker would hide that they fail."""
+        for rank in set(ranks) - set(self._left(ranks)):
+            self.logging_dir.rm(f"completions/{rank:05d}")
+
+    # what jobs get -------------------------------------------------------------------------------------------------
+
+    @property
+    def _label(self) -> str:
+        return hashlib.sha256(self._folder.encode()).hexdigest()[:16]
+
+    def _seconds(self) -> float:
+        """Until a job is killed, from its start."""
+        if self.timeout is None:
+            return _DEFAULT_SECONDS
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))
+        if found is None:
+            raise ConfigError(f"timeout: takes seconds, or a text such as 90m or 2h; it is {self.timeout!r}.")
+        return float(found[1]) * _UNITS[found[2]]
+
+    def _secrets(self) -> dict[str, Any]:
+        """
+        Raises:
+            ConfigError: a variable is not set here.
+        """
+        from huggingface_hub import get_token
+
+        configs = [config for runner in self._runners for config in runner.models.values()]
+        names = dict.fromkeys(config.api_key_env for config in configs if config.api_key_env)
+        names |= dict.fromkeys([MIRROR_KEY_VARIABLE] if MIRROR_KEY_VARIABLE in os.environ else [])
+        wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
+        found = {name: os.environ.get(name) if value is None else value for name, value in wanted.items()}
+        for name, value in found.items():
+            if not value:
+                how = "Log in (hf auth login), or export" if name == "HF_TOKEN" else "Export"
+                raise ConfigError(f"executor: secrets: {name} is not set here, and the jobs need it. {how} it.")
+        return found
+
+    def _upload(self) -> None:
+        """The package and the executor; a job of an earlier launch that starts now reads the same run."""
+        content = _bundle()
+        self._bundle_name = f"datatrove_ckpt-{_version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+        executor = deepcopy(self)
+        executor.token = executor.secrets = executor.depends = None
+        executor.skip_completed = True  # the markers of ranks that run once more are gone
+        for name, data in {
+            self._bundle_name: content,
+            "executor.pik": dill.dumps(executor, fmode=dill.CONTENTS_FMODE),
+        }.items():
+            with self.logging_dir.open(name, "wb") as file:
+                file.write(data)
+        self.save_executor_as_json()
+
+
+@contextmanager
+def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str]]:
+    """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
+
+    Yields what puts the mirrors' names into a text.
+    """
+    names: dict[str, str] = {}
+
+    def said(text: str) -> str:
+        for folder, url in names.items():
+            text = text.replace(folder, url)
+        return text
+
+    is_jobs = isinstance(executor, DatatroveExecutor)
+    with ExitStack() as stack:
+        if is_jobs:
+            executor._ensure_logging_dir_repo()
+        for step in executor.pipeline if is_jobs else ():
+            if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
+                folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
+                MirrorReader(url, Path(folder), lambda name, size: not is_journal(name)).refresh()
+                stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
+                step.checkpoints_local_dir = folder
+                names[folder] = url
+        try:
+            yield said
+        except CkptError as error:
+            error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
+            raise
+
+
+def _reached(urls: Iterable[str]) -> Progress:
+    """Of one rank, over its runners."""
+    commits = journals = answers = 0
+    for manifest in filter(None, map(newest_manifest, urls)):
+        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
+        commits += sizes.get(COMMITS, 0)
+        journals += sum(size for name, size in sizes.items() if is_journal(name))
+        answers += sum(part.size for part in manifest.answers)
+    return commits, journals, answers
+
+
+def _version() -> str:
+    return importlib.metadata.version("datatrove-ckpt")
+
+
+def _required(*extras: str) -> list[str]:
+    """What the package requires, with these extras. What reads and writes pickles has the versions of this machine.
+
+    Raises:
+        ConfigError: the client of the hub is missing here.
+    """
+    found = []
+    for one in importlib.metadata.requires("datatrove-ckpt") or []:
+        extra = re.search(r"extra == ['\"](\w+)", one)
+        if extra is None or extra[1] in extras:
+            found.append(one.partition(";")[0].strip() if extra else one)
+    try:
+        return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError("JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'") from error
+
+
+def _bundle() -> bytes:
+    """A zip of the package as it is here, and of the modules in the working folder that are imported.
+
+    Raises:
+        ConfigError: such a module holds what may be a secret.
+    """
+    package = Path(__file__).parent
+    files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
+    contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}
+    metadata = importlib.metadata.distribution("datatrove-ckpt").read_text("METADATA") or ""
+    contents[f"datatrove_ckpt-{_version()}.dist-info/METADATA"] = metadata.encode()
+    for path in modules_here():
+        text = path.read_text(encoding="utf-8")
+        if redact(text) != text or is_surely_secret("", text):
+            raise ConfigError(f"{path}: holds what may be a secret, and goes to {package.name}'s zip. Use secrets.")
+        contents[path.name] = text.encode()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in contents.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def modules_here() -> Iterator[Path]:
+    """The files of the imported modules that lie in the working folder; of packages, none."""
+    here = Path.cwd()
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path == here / f"{name}.py":
+            yield path
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, where it would kill, is a KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _shown(jobs: Sequence[_Job]) -> str:
+    more = f" and {len(jobs) - _MOST_SHOWN} more" if len(jobs) > _MOST_SHOWN else ""
+    return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
+
+
+def _failed(failed: Sequence[tuple[_Job, str]], tasks: int, folder: str) -> CkptError:
+    left = sum(len(job.ranks) for job, _ in failed)
+    lines = "".join(f"\n  tasks {', '.join(map(str, job.ranks))}: {job.url} ({why})" for job, why in failed)
+    return CkptError(
+        f"{left} of {tasks} tasks are not complete:{lines}\nTheir logs: hf jobs logs {failed[0][0].id}, and "
+        f"{folder}/logs. Run the same command again to resume."
+    )

@@ -1,0 +1,51 @@
+"""What a Hugging Face Job runs: ``uv run job_launch.py FOLDER ZIP``. A file alone: the package is in the zip.
+
+uv installs nothing from hf://. So the zip of the package comes through fsspec, as the pickled executor does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+
+TIMEOUT = "DATATROVE_CKPT_JOB_SECONDS"
+"""The variable with the seconds after which the job is killed."""
+END = "DATATROVE_CKPT_JOB_END_TIME"
+"""The variable with the time at which the job is killed, since the epoch; see ``slurm_job.py``."""
+
+
+def main() -> None:
+    """Runs the ranks that the environment names."""
+    folder, name = sys.argv[1:]
+    if seconds := os.environ.get(TIMEOUT):
+        os.environ[END] = str(time.time() - _age() + float(seconds))
+    import fsspec
+
+    home = tempfile.mkdtemp(prefix="datatrove-ckpt-")
+    with fsspec.open(f"{folder}/{name}", "rb") as file:
+        zipfile.ZipFile(BytesIO(file.read())).extractall(home)
+    sys.path.insert(0, home)
+    os.environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    import dill  # type: ignore[import-untyped]
+
+    with fsspec.open(f"{folder}/executor.pik", "rb") as file:
+        executor = dill.load(file)
+    executor.run()
+
+
+def _age() -> float:
+    """Seconds since uv, the job's first process, began to install."""
+    with suppress(OSError, ValueError, AttributeError):
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Hugging Face Jobs that are killed, evicted and reach their timeouts, against the real client of the hub.
+
+``tests/hub/jobs.py`` plays the service: each job is a process with an empty disk. Input, output, logs and mirror are in
+a bucket of the fake hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
+from tests.hub import FakeHub
+from tests.hub.jobs import Job, Jobs
+from tests.yaml_jobs import ENDPOINT, job_yaml
+
+BUCKET = "someone/runs"
+IN_FLIGHT = 4
+MIRROR_SECONDS = 0.5
+TIMEOUT = 100  # seconds; the drain begins 31 s before its end
+ROLLOUT = """
+import datatrove_ckpt
+
+async def rollout(document, generate):
+    assert "/tmp/datatrove-ckpt-" in datatrove_ckpt.__file__, datatrove_ckpt.__file__
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+KEY = "a-key-of-the-endpoint-6f1d0c"
+
+
+@pytest.fixture
+def jobs(hub: FakeHub, tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(hub, tmp_path / "jobs")
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "jobs_rollout", raising=False)
+    monkeypatch.setenv("ENDPOINT_KEY", KEY)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "jobs_rollout.py").write_text(ROLLOUT)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write_job(hub: FakeHub, url: str, ranks: int, documents: int, run: str = "run", **settings: object) -> None:
+    """job.yaml, and its input in the bucket."""
+    rows = {
+        f"input/{rank:05d}.jsonl": "".join(
+            json.dumps({"id": f"{rank} {n}", "text": f"document {rank} {n}"}) + "\n" for n in range(documents)
+        ).encode()
+        for rank in range(ranks)
+    }
+    if ("bucket", BUCKET) not in hub.repos:
+        hub.put(BUCKET, rows, kind="bucket")
+    config = f"{ENDPOINT.replace('URL', url)}, max_concurrent_generations: {IN_FLIGHT}, api_key_env: ENDPOINT_KEY"
+    base = f"hf://buckets/{BUCKET}"
+    text = job_yaml(config, ranks, f"{base}/input", f"{base}/{run}/output", "jobs_rollout.rollout")
+    content = yaml.safe_load(text)
+    arguments = content["executor"]["init_args"]
+    content["executor"]["class_path"] = "JobsPipelineExecutor"
+    del arguments["workers"]
+    arguments |= {"logging_dir": f"{base}/{run}/logs", "poll_interval": 0.1, **settings}
+    arguments["pipeline"][1]["init_args"] |= {"mirror_seconds": MIRROR_SECONDS, "records_per_chunk": 5}
+    Path("job.yaml").write_text(yaml.safe_dump(content))
+
+
+def written(hub: FakeHub, run: str = "run") -> dict[str, bytes]:
+    below = f"{run}/output/"
+    return {name.removeprefix(below): data for name, data in hub.files(BUCKET, kind="bucket").items() if below in name}
+
+
+def ids_of(files: dict[str, bytes]) -> list[str]:
+    return [json.loads(line)["id"] for data in files.values() for line in data.splitlines()]
+
+
+def answer(payload: dict[str, Any], times: int) -> str:
+    return f"answer to {payload['messages'][-1]['content']}"
+
+
+class Ends:
+    """For a server: ends the job that asks, so many answers after the last one, each time in the next way."""
+
+    def __init__(
+        self, jobs: Jobs, ways: list[str], apart: int, seconds: float = 0.02, stuck: set[str] | None = None
+    ) -> None:
+        self.stuck_seconds = TIMEOUT - 10.0
+        self._spared: list[Job | None] = []
+        self.jobs, self.again, self.done = jobs, Counter[str](), Counter[str]()
+        self._ways, self._apart, self._seconds, self._stuck = ways, apart, seconds, stuck or set()
+        self._answers, self._last = 0, dict[str, Job | None]()
+        self._lock = threading.Lock()
+
+    def delay(self, payload: dict[str, Any], times: int) -> float:
+        question = payload["messages"][-1]["content"]
+        job = self.jobs.of(int(question.split()[1]))
+        if question in self._last:
+            before = self._last[question]
+            self.again[before.ended_by if before else "?"] += 1
+        self._last[question] = job
+        if times or question not in self._stuck:
+            return self._seconds
+        self._spared.append(job)
+        return self.stuck_seconds
+
+    def answer(self, payload: dict[str, Any], times: int) -> str:
+        with self._lock:
+            self._answers += 1
+            if self._ways and self._answers >= self._apart:
+                job = self.jobs.of(int(payload["messages"][-1]["content"].split()[1]))
+                if (
+                    job is not None
+                    and job not in self._spared
+                    and job.end(self._ways[0], 0.0 if self._ways[0] == "kill" else 20.0)
+                ):
+                    self.done[self._ways.pop(0)] += 1
+                    self._answers = 0
+        return answer(payload, times)
+
+
+def test_jobs_that_die_are_started_again_with_what_is_left(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    ends = Ends(jobs, ["kill", "evict"], 12)
+    with FakeServer(ends.answer, delay=ends.delay) as server:
+        write_job(hub, server.url, 4, 12, tasks_per_job=2)
+        said = command("run", "job.yaml", code=None)
+        assert said.code == 0, said + "\n".join(job.log for job in jobs.all)
+        assert ends.done == {"kill": 1, "evict": 1}
+        assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 48
+        assert not ends.again["evict"]
+        assert "48 of 48 documents" in said.out
+        assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
+    for name, data in hub.files(BUCKET, kind="bucket").items():
+        assert KEY.encode() not in data, name
+        assert hub.token.encode() not in data, name
+    for job in jobs.all:
+        assert KEY not in json.dumps({**job.spec, "secrets": None}) + job.log
+
+
+def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_them(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def held(payload: dict[str, Any], times: int) -> str:
+        began.set()
+        go_on.wait(60)
+        return answer(payload, times)
+
+    def interrupt() -> None:
+        began.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with FakeServer(held) as server:
+        write_job(hub, server.url, 2, 3, tasks_per_job=2)
+        threading.Thread(target=interrupt).start()
+        said = command("run", "job.yaml", code=143)
+        assert "To resume: datatrove-ckpt run job.yaml" in said
+        (job,) = jobs.running
+        go_on.set()
+        assert "6 of 6 documents" in command("run", "job.yaml").out
+        assert jobs.all == [job], "nothing was started twice"
+        assert "complete already" in command("run", "job.yaml") or len(jobs.all) == 1
+        assert server.asked.total() == 6
+
+
+@pytest.mark.slow
+def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def slow(payload: dict[str, Any], times: int) -> float:
+        return 0.0 if int(payload["messages"][-1]["content"].split()[2]) < 5 else 20.0
+
+    def look() -> None:
+        while not seen:
+            done = {name for name in hub.files(BUCKET, kind="bucket") if "commits.jsonl" in name or "/objects/" in name}
+            if len(done) > 3:
+                seen.append(main_in_a_process("status", "job.yaml"))
+                seen.append(main_in_a_process("status", f"hf://buckets/{BUCKET}/run/logs/checkpoints"))
+                seen.append(main_in_a_process("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", "--cancel"))
+            time.sleep(0.2)
+
+    seen: list[str] = []
+    with FakeServer(answer, delay=slow) as server:
+        write_job(hub, server.url, 1, 20)
+        watch = threading.Thread(target=look)
+        watch.start()
+        said = command("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", code=1)
+        watch.join()
+    assert "tasks 0: " in said.error
+    assert jobs.all[0].id in said.error
+    assert "canceled" in said.error
+    assert "hf jobs logs" in said.error
+    assert "Run the same command again" in said.error
+    for status in seen[:2]:
+        assert "1 rank (1 running)" in status, status
+        assert "% of the input" in status, status
+    assert "Canceled 1 job" in seen[2]
+
+
+def main_in_a_process(*words: str) -> str:
+    """What a command prints; this process runs one already."""
+    done = subprocess.run([sys.executable, "-m", "datatrove_ckpt", *words], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_go_on_is_given_up_after_max_retries_and_named(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        return 400 if payload["messages"][-1]["content"] == "document 0 0" else None
+
+    with FakeServer(answer, status=status) as server:
+        write_job(hub, server.url, 2, 3, tasks_per_job=2, max_retries=1)
+        said = command("run", "job.yaml", code=1)
+    # The first job completed rank 1 although rank 0 failed; the others made no progress.
+    assert [job.ranks for job in jobs.all] == [[0, 1], [0], [0]]
+    assert said.error.startswith("error: 1 of 2 tasks are not complete:\n  tasks 0: ")
+    assert jobs.all[-1].id in said.error
+
+
+@pytest.mark.parametrize("grace", [0.0, 5.0])
+@pytest.mark.matrix
+def test_a_job_drains_before_its_timeout(hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float) -> None:
+    jobs.grace = grace
+    stuck = {"document 0 7"}
+    ends = Ends(jobs, [], 1, 0.0, stuck)
+    ends.stuck_seconds = 14.0
+    with FakeServer(ends.answer, delay=ends.delay) as server:
+        write_job(hub, server.url, 1, 12, timeout=14)
+        command("run", "job.yaml", "--pipeline.1.drain_seconds=0.2", "--pipeline.1.mirror_seconds=600")
+        assert server.asked.total() == 12 + 1
+    assert jobs.ends == {("", "ERROR"): 1, ("", "COMPLETED"): 1}
+    assert "the end of the job's time limit" in jobs.all[0].log
+
+
+def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(hub, "http://127.0.0.1:1", 1, 1)
+    said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
+    assert "starts with an empty disk" in said
+    assert "output_folder of pipeline[1]" in said
+    monkeypatch.delenv("ENDPOINT_KEY")
+    assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
+    assert "env: MY_TOKEN: its value may be a secret" in command(
+        "run", "job.yaml", "--executor.env={MY_TOKEN: x}", code=2
+    )
+    assert not jobs.all
+
+
+def test_the_short_form_and_datatroves_own_executor(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each would start. Jobs of datatrove's script unpack no package."""
+    started: list[dict[str, Any]] = []
+
+    def run_uv_job(script: str, **arguments: Any) -> None:
+        started.append({"script": Path(script).name, **arguments})
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("huggingface_hub.run_uv_job", run_uv_job)
+    write_job(hub, "http://127.0.0.1:1", 2, 1)
+    run = f"hf://buckets/{BUCKET}/short"
+    short = {"run_folder": run, "input": f"hf://buckets/{BUCKET}/input/*.jsonl", "prompt": "Say {text}", "model": "m"}
+    short |= {"endpoint": "http://127.0.0.1:1", "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0}}
+    Path("short.yaml").write_text(yaml.safe_dump(short))
+    assert "run_folder: must be a folder of this machine" in command("run", "short.yaml", "--jobs=null", code=2)
+    assert "refuses to start a job" in command("run", "short.yaml", code=1)
+    (job,) = started
+    assert job["flavor"] == "a10g-small"
+    assert job["env"]["DATATROVE_CKPT_JOB_RANKS"] == "0"
+    assert job["env"]["DATATROVE_CKPT_JOB_SECONDS"] == "7200"
+    assert job["script"] == "job_launch.py"
+    names = {re.split("[<>=;]", one)[0] for one in job["dependencies"]}
+    assert {"aiohttp", "datatrove", "datasets", "huggingface_hub"} <= names
+    assert "vllm" not in names
+    assert "short.yaml: nothing has started yet" in command("status", "short.yaml", code=2)
+
+    content = yaml.safe_load(Path("job.yaml").read_text())
+    content["executor"]["class_path"] = "datatrove.executor.JobsPipelineExecutor"
+    content["executor"]["init_args"]["pipeline"][1]["init_args"]["checkpoints_remote_dir"] = f"{run}/mirror"
+    content["executor"]["init_args"]["poll_interval"] = 1
+    Path("theirs.yaml").write_text(yaml.safe_dump(content))
+    command("run", "theirs.yaml", code=None)
+    assert started[1]["script"] == "launch_pickled_pipeline.py"
+    assert sum("datatrove's JobsPipelineExecutor: its jobs have this package only if" in line for line in log) == 1
+
+
+@pytest.mark.slow
+def test_a_hundred_ranks_with_killed_evicted_and_timed_out_jobs(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    ranks, documents, kills, evictions = 100, 20, 20, 3
+    ways = ["kill"] * kills + ["evict"] * evictions
+    random.Random(31).shuffle(ways)
+    stuck = {f"document {rank} 7" for rank in range(5, ranks, 20)}  # until its job has drained before its timeout
+    ends = Ends(jobs, ways, 60, 0.25, stuck)
+    with FakeServer(ends.answer, delay=ends.delay) as server:
+        write_job(hub, server.url, ranks, documents, tasks_per_job=10, workers=10, timeout=TIMEOUT, max_retries=3)
+        said = command("run", "job.yaml", "--pipeline.1.drain_seconds=1", code=None)
+        assert said.code == 0, said + jobs.all[-1].log
+        asked = server.asked
+    repeated = asked.total() - len(asked)
+    timed_out = [job for job in jobs.all if "the end of the job's time limit" in job.log and not job.ended_by]
+    bucket = hub.repos["bucket", BUCKET]
+    size = sum(len(bucket.blobs[one]) for one in bucket.uploads)
+    print(
+        f"{ranks} ranks in {len(jobs.all)} jobs: {ends.done}, {len(timed_out)} drained before their timeout, "
+        f"{jobs.ends}. {len(asked)} questions, {repeated} asked again ({ends.again}), "
+        f"{ends.again['kill'] / kills:.1f} per kill. Uploaded: {len(bucket.uploads)} objects, {size} bytes, in "
+        f"{len(hub.asked('batch'))} batches."
+    )
+    assert ends.done == {"kill": kills, "evict": evictions}
+    assert len(timed_out) >= len(stuck)
+    assert not jobs.ends["timeout", "ERROR"]
+    assert len(asked) == ranks * documents
+    assert not ends.again["evict"]
+    assert ends.again["kill"] <= kills * (IN_FLIGHT + MIRROR_SECONDS * 2 * IN_FLIGHT / 0.25)
+    assert ends.again[""] <= len(timed_out) * IN_FLIGHT
+    files = written(hub)
+    assert len(ids_of(files)) == len({*ids_of(files)}) == ranks * documents
+    command("verify", "job.yaml", "--full")
+    with FakeServer(answer) as other:
+        write_job(hub, other.url, ranks, documents, "calm")
+        content = yaml.safe_load(Path("job.yaml").read_text())
+        arguments = content["executor"]["init_args"]
+        content["executor"] |= {"class_path": "LocalPipelineExecutor"}
+        del arguments["poll_interval"]
+        arguments |= {"workers": 1, "logging_dir": "logs"}
+        arguments["pipeline"][1]["init_args"]["output_writer"]["init_args"]["output_folder"] = "output"
+        Path("jobs_rollout.py").write_text(ROLLOUT.replace("    assert", "    # assert"))
+        Path("job.yaml").write_text(yaml.safe_dump(content))
+        sys.modules.pop("jobs_rollout")
+        command("run", "job.yaml")
+    assert {path.name: path.read_bytes() for path in Path("output").iterdir()} == files

@@ -65,7 +65,12 @@ _CALLS = frozenset({"tool_calls", "function_call"})
 # Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT, COMPLETIONS)
-_MOST_LENGTHS = 1000  # that are remembered: params may be others for each document
+_MOST_SIZES = 1000  # that are remembered: params may be others for each document
+# What of these ways has one size for each set of params, and how to say it.
+_MEASURED = {
+    "embed()": ("embeddings", "a vector of ", "one of "),
+    "classify()": ("probabilities", "probabilities of classes: ", ""),
+}
 _WAY, _MODEL = "$way", "$model"  # in what is hashed; never sent
 
 
@@ -77,7 +82,7 @@ class Model:
         client: ready once its servers are.
         observer: of its requests.
         batches: None: texts share no requests.
-        lengths: of the first vector for each set of params, as base64.
+        sizes: of the first vector, or the first classes, for each set of params.
         is_dead: nobody waits for its requests in flight any more.
     """
 
@@ -85,7 +90,7 @@ class Model:
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
     batches: Batches | None
-    lengths: dict[bytes, int] = field(default_factory=dict)
+    sizes: dict[bytes, int] = field(default_factory=dict)
     is_dead: bool = False
 
 
@@ -249,7 +254,7 @@ class Requests(Ways):
                 result = await self._send(key, body, payload, of_several(way, payload["n"]) if several else way)
             else:
                 self._rank.observer.own.cached += 1
-                self._check_length(result, payload, way)
+                self._check_size(result, payload, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
@@ -299,7 +304,7 @@ class Requests(Ways):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         model.observer.answered(completion)
-        self._check_length(completion, payload, way)
+        self._check_size(completion, payload, way)
         fields, response_id, name = _fields(completion), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
@@ -327,24 +332,23 @@ class Requests(Ways):
         )
         return self._stopped(error)
 
-    def _check_length(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank at a vector that is longer or shorter than the first one, before it is kept."""
-        if not way.is_shared:
+    def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
+        """Stops the rank at a vector of another length than the first one's, or at other classes, before it is kept."""
+        if way.name not in _MEASURED:
             return
+        field, found, before = _MEASURED[way.name]
         assert answered.answer is not None
-        (vector,), lengths = answered.answer["embeddings"], self._model.lengths
-        if len(lengths) >= _MOST_LENGTHS:
-            lengths.clear()
-        first = lengths.setdefault(orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), len(vector))
-        if first != len(vector):
-            name, now, before = (
-                answered.model or self._config.model_name_or_path,
-                len(vector) * 3 // 16,
-                first * 3 // 16,
-            )
+        sizes, size = self._model.sizes, len(answered.answer[field])
+        if field == "embeddings":
+            size = len(answered.answer[field][0]) * 3 // 16  # base64 of float32
+        if len(sizes) >= _MOST_SIZES:
+            sizes.clear()
+        first = sizes.setdefault(orjson.dumps([way.name, {**payload, "input": None}], option=PAYLOAD_JSON), size)
+        if first != size:
+            name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"The model {name!r} has answered with a vector of {plural(now, 'number')}, and before with one of "
-                f"{before}, for the same params. So its servers have, or had, different models. This vector is not "
+                f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before with {before}"
+                f"{first}, for the same params. So its servers have, or had, different models. This answer is not "
                 "kept; when all servers have the model of the first one, run the same command again. If that is the "
                 "wrong one, start over (run --start-over)."
             )

@@ -277,7 +277,7 @@ def _share(sizes: list[float]) -> str:
 
 def migrate(arguments: argparse.Namespace) -> int:
     """Prints what is done, or would be. Returns the exit code."""
-    executor = make_executor(arguments.config, arguments.overrides)
+    executor = make_executor(arguments.config, arguments.overrides, arguments.folder or arguments.source)
     try:
         flags = arguments.lacking_are_dropped, arguments.any_text, arguments.dry_run
         findings = operations.migrate(executor, arguments.folder or arguments.source, arguments.logging_dir, *flags)

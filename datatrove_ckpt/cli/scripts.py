@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from datatrove_ckpt.formatting import error_text, plural
 from datatrove_ckpt.preflight.run_plan import RunPlan, has_runner
 
 
-def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
+def executor_of(script: str, words: Sequence[str], folder: str | None = None) -> PipelineExecutor:
     """The executor with an ``InferenceRunner`` that a script makes, and does not run now.
 
     ``sys.argv``, ``sys.path`` and ``__main__`` stay the script's: its functions are of that module.
@@ -33,24 +33,32 @@ def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
     Args:
         words: that stand behind the script on the command line: ``--main=ARGUMENTS``; and ``--executor=N``, the N-th
             that it makes, counted from 1, after those that it ``depends`` on. The first one unless said otherwise.
+        folder: without a number, the first one whose checkpoints_local_dir it is, if there is one.
 
     Raises:
         ConfigError: the script fails, or makes no such executor.
     """
     given = dict(word.removeprefix("--").split("=", 1) for word in words)
+    meant = partial(_has_folder, folder=None if "executor" in given else folder)
     main, number = given.pop("main", None), given.pop("executor", "1")
     if given or not re.fullmatch("[1-9][0-9]*", number):
         raise ConfigError(f'{script}: only --main="ITS ARGUMENTS" and --executor=N can stand behind a script.')
     file, name = Path(script).absolute(), "__mp_main__" if main is None else "__main__"
     module = sys.modules[name] = sys.modules["__main__"] = ModuleType(name)
     module.__file__ = str(file)
-    sys.argv = [script, *shlex.split(main or "")]
+    try:
+        sys.argv = [script, *shlex.split(main or "")]
+    except ValueError as error:
+        raise ConfigError(f"--main: {error}: {main}") from None
     sys.path.insert(0, str(file.parent))
-    with _not_run(int(number)) as made, redirect_stdout(sys.stderr):
+    code: object = None
+    with _not_run(int(number), meant) as made, redirect_stdout(sys.stderr):
         try:
             exec(compile(file.read_bytes(), file, "exec"), vars(module))
-        except (_Reached, SystemExit):
+        except _Reached:
             pass
+        except SystemExit as exit:
+            code = exit.code
         except Exception as error:
             lines = [f", line {one.lineno}" for one in extract_tb(error.__traceback__) if one.filename == str(file)]
             raise ConfigError(f"{script}{''.join(lines[-1:])}: {error_text(error)}") from error
@@ -58,12 +66,22 @@ def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
     if len(found) < int(number):
         hint = ' If its main makes it, add --main="ITS ARGUMENTS": it then runs, up to executor.run().'
         what = f"makes {plural(len(found), 'executor')} with an InferenceRunner, not {number}."
-        raise ConfigError(f"{script}: {what}{hint if main is None else ''}")
-    executor = found[int(number) - 1]
+        ended = f" It ended by itself: {code}." if code else ""
+        raise ConfigError(f"{script}: {what}{ended}{hint if main is None else ''}")
+    executor = next(filter(meant, found), found[0]) if number == "1" else found[int(number) - 1]
+    number = str(found.index(executor) + 1)
     if not (runners := RunPlan(executor).runners):
         raise ConfigError(f"{script}: its InferenceRunner is datatrove's own. Import it from datatrove_ckpt.")
     print(f"{script}: --executor={number}: {runners[0].step.checkpoints_local_dir}", file=sys.stderr)
     return executor
+
+
+def _has_folder(executor: PipelineExecutor, folder: str | None) -> bool:
+    """Whether it has an InferenceRunner, and its checkpoint there; None: anywhere."""
+    if folder is None or not has_runner(executor):
+        return has_runner(executor)
+    folders = [runner.step.checkpoints_local_dir for runner in RunPlan(executor).runners]
+    return any(one is not None and Path(one).resolve() == Path(folder).expanduser().resolve() for one in folders)
 
 
 class _Reached(BaseException):
@@ -71,13 +89,13 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def _not_run(number: int) -> Iterator[list[PipelineExecutor]]:
+def _not_run(number: int, meant: Callable[[PipelineExecutor], bool]) -> Iterator[list[PipelineExecutor]]:
     """The executors that are made meanwhile. Their ``run`` does nothing, but ends the script once it has the N-th."""
     made: list[PipelineExecutor] = []
     init = PipelineExecutor.__init__
 
     def run(executor: PipelineExecutor) -> None:
-        if has_runner(executor) and sum(map(has_runner, made)) >= number:
+        if meant(executor) and sum(map(meant, made)) >= number:
             raise _Reached
 
     def init_not_run(self: PipelineExecutor, *args: object, **options: object) -> None:

@@ -155,8 +155,11 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     return content
 
 
-def make_executor(path: str | None, overrides: list[str]) -> Any:
+def make_executor(path: str | None, overrides: list[str], folder: str | None = None) -> Any:
     """Builds the executor that the file and the overrides describe; of a script, the one that it runs. Runs nothing.
+
+    Args:
+        folder: of a script with several, see ``executor_of``.
 
     Raises:
         ConfigError: the first mistake in it.
@@ -164,7 +167,7 @@ def make_executor(path: str | None, overrides: list[str]) -> Any:
     if is_script(path):
         from datatrove_ckpt.cli.scripts import executor_of
 
-        return executor_of(path, overrides)
+        return executor_of(path, overrides, folder)
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     return build(read_config(path, overrides))
 

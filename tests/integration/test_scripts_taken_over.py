@@ -126,6 +126,23 @@ def test_what_an_executor_depends_on_comes_first_and_a_number_takes_a_later_one(
     assert "only --main=" in command("status", "job.py", "--executor.tasks=4", code=2).err
 
 
+def test_the_executor_that_a_folder_belongs_to_takes_it_over(script: Any, command: Command) -> None:
+    """As the refusal names the command: without a number."""
+    script('make("a").run()\nmake("b").run()\nmake("c").run()\n')
+    for folder, taken in (("b/checkpoints", "2: b"), ("copied", "1: a")):
+        Path(folder).mkdir(parents=True)
+        said = command("migrate", "job.py", "--from", folder, code=2).err
+        assert f"job.py: --executor={taken}/checkpoints\n" in said
+    said = command("migrate", "job.py", "--from", "b/checkpoints", "--executor=3", code=2).err
+    assert "job.py: --executor=3: c/checkpoints\n" in said
+
+
+def test_arguments_of_main_that_do_not_work_are_named(script: Any, command: Command) -> None:
+    script('if __name__ == "__main__":\n    sys.exit(2)\n')
+    assert "not 1. It ended by itself: 2." in command("status", "job.py", "--main=b", code=2).error
+    assert "--main: No closing quotation: it's" in command("status", "job.py", "--main=it's", code=2).error
+
+
 def test_scripts_that_fail_and_imports_that_were_not_changed_are_named(script: Any, command: Command) -> None:
     script("x = 1\nmissing()\n")
     lines = len(STEP.splitlines()) + 2

@@ -41,7 +41,7 @@ ROOMS = {
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process checkpoint mirror runner preflight executor",
     "operations": "errors process checkpoint maintenance preflight runner",
-    "cli": "errors formatting redaction retrying config process checkpoint output maintenance preflight executor"
+    "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
     " jobs_executor operations",
     "testing": "checkpoint mirror",
 }

@@ -42,6 +42,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
+_MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -145,7 +146,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 if screen is None:  # it counts them
                     logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
                 stats += result
-        if left := self.get_incomplete_ranks(ranks, skip_completed=True):
+        for seconds in _MARKER_LOOKS:
+            time.sleep(seconds)
+            left = self.get_incomplete_ranks(ranks, skip_completed=True)
+            if not left or self.logging_dir.is_local():
+                break
+        if left:
             raise CkptError(
                 f"{len(left)} of {self.world_size} tasks have ended, but are not marked as complete; task {left[0]} is "
                 f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
@@ -163,6 +169,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise
+
+    def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
+        """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
+        for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path
+            self.logging_dir.invalidate_cache(name)
+        found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
+        return found
 
     def _stats_of_complete(self, ranks: Iterable[int]) -> PipelineStats:
         """The saved statistics of ranks that earlier runs have completed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
@@ -154,3 +156,12 @@ def _digits(number: float) -> str:
     if number >= 100:
         return f"{number:.0f}"
     return f"{number:.3g}" if number >= 10 else f"{number:.2g}"
+
+
+def no_bars_in_logs() -> None:
+    """huggingface_hub, if it is used, draws progress bars for each file, also where standard error is a log."""
+    if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        with warnings.catch_warnings(action="ignore"):  # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them
+            disable_progress_bars()

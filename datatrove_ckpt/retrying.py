@@ -94,6 +94,12 @@ def s3_code(error: BaseException | None) -> str:
     return str(_s3_response(error).get("Error", {}).get("Code", ""))
 
 
+def lacks_bucket(error: BaseException) -> bool:
+    """Whether a missing file is missing because its whole bucket, or repository on the hub, is."""
+    missing = {type(one).__name__ for one in causes(error)} & {"BucketNotFoundError", "RepositoryNotFoundError"}
+    return bool(missing) or s3_code(error) == "NoSuchBucket"
+
+
 def http_status(error: BaseException | None) -> int | None:
     """The HTTP status; None if the error holds none."""
     found = _unwrapped(error)

@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     "pytest --override-ini addopts= -m full tests/real": "an hour, by hand",
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
+    "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
     "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",

@@ -215,6 +215,13 @@ def read_run(path: Path) -> Json:
     return without_its_secrets(run_with_secrets(path))
 
 
+def was_restored(folder: Path) -> bool:
+    """Whether a rank's folder came from a mirror at some time: what the rank did after that version is lost."""
+    path = folder / RUN
+    earlier = read_run(path).get("owner", {}).get("earlier", {}) if path.exists() else {}
+    return any(newest is not None for newest in earlier.values())
+
+
 def run_with_secrets(path: Path) -> Json:
     """``read_run``, with the secrets that an earlier release may have written."""
     try:

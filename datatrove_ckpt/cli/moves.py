@@ -22,6 +22,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
 from datatrove_ckpt.maintenance import fork as forks
@@ -30,7 +31,7 @@ from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.relocate import FOLDER, Relocation, carry_out, plan_relocation
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.verify import Problem
-from datatrove_ckpt.maintenance.where import Place, is_config, is_script, restored, start_command, upload
+from datatrove_ckpt.maintenance.where import Place, is_config, restored, upload
 from datatrove_ckpt.operations import NOT_ABOUT_IT, NewRun, forking
 from datatrove_ckpt.preflight.migrated_rank import LACKS, Rank
 from datatrove_ckpt.preflight.migration import Findings

@@ -16,9 +16,9 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import Node, make_executor, read_config, words_of
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.maintenance.where import is_script, start_command
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor

@@ -39,9 +39,9 @@ from datatrove_ckpt.cli.yaml_config import (
     set_at_path,
 )
 from datatrove_ckpt.config.kubernetes import KubernetesJob
+from datatrove_ckpt.config.paths import is_script
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.maintenance.where import is_script
 from datatrove_ckpt.redaction import HIDDEN
 
 Node = dict[str, Any]

@@ -22,11 +22,12 @@ from datatrove_ckpt.checkpoint.history_records import ModelWork
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
-from datatrove_ckpt.maintenance.where import Place, is_script, start_command, with_config
+from datatrove_ckpt.maintenance.where import Place, with_config
 
 
 def status(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,13 @@
-"""Paths in settings: ``~`` and ``$NAME`` are expanded where the task runs."""
+"""Paths in settings, where ``~`` and ``$NAME`` are expanded where the task runs; and the file of a job."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import VARIABLE, refuse_tilde
@@ -38,6 +41,19 @@ def existing_part(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def is_script(path: str | None) -> TypeGuard[str]:
+    """Whether the file of a job is a Python script, and no YAML."""
+    return path is not None and path.endswith(".py") and not Path(path).is_dir()
+
+
+def start_command(given: Sequence[str]) -> str:
+    """The command that runs a job, named by its file, if there is one, and what stands behind it."""
+    if given and is_script(given[0]):
+        own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
+        return shlex.join(["python", given[0], *own])
+    return shlex.join(["datatrove-ckpt", "run", *given])
 
 
 def default_mirror(logging_dir: str, runner: int = 0) -> str:

@@ -243,7 +243,7 @@ class Requests(Ways):
         own.last_hash, own.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
-            result = None if answer is None else _from_cache(answer, config.accept_null_finish_reason)
+            result = None if answer is None else _from_cache(answer, config)
             if result is None:
                 several = generates and "n" in payload and isinstance(payload["n"], int) and payload["n"] > 1
                 result = await self._send(key, body, payload, of_several(way, payload["n"]) if several else way)
@@ -304,7 +304,7 @@ class Requests(Ways):
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
-        return _result(fields, response_id, name)
+        return _result(fields, response_id, name, self._config)
 
     def _digest(self, payload: Payload, way: Way) -> str:
         """The same for equal payloads of one way and model. Those of the usual way have the hash of the payload alone.
@@ -422,19 +422,16 @@ def _failed(error: Exception, payload: Payload) -> InferenceError:
     return failed
 
 
-def _from_cache(answer: Answer, accepts_null: bool) -> Result | None:
+def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     """The cached answer; None if it must be requested again.
-
-    Args:
-        accepts_null: an answer without a finish_reason is complete.
 
     Raises:
         RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
-        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
-        return result if result.finish_reason or accepts_null else None
+        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""), config)
+        return result if result.finish_reason or config.accept_null_finish_reason else None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
         return None
@@ -456,7 +453,9 @@ def _fields(completion: Completion) -> JsonObject:
     return fields
 
 
-def _result(fields: JsonObject, response_id: str, model: str) -> Result:
+def _result(fields: JsonObject, response_id: str, model: str, config: InferenceConfig) -> Result:
+    if config.write_response_ids:
+        fields |= {"response_id": response_id, "model": model}
     result: Result = result_of(fields, Result)
     result.response_id, result.model = response_id, model
     return result

@@ -225,6 +225,7 @@ def _config_fields(config: InferenceConfig) -> dict[str, Any]:
         **({} if config.seed is None else {"seed": config.seed}),
         # Answers that were believed must not become a part of a run that would not believe them, nor the other way.
         **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
+        **({"write_response_ids": True} if config.write_response_ids else {}),
     }
 
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity, run_identity
 from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
-from datatrove_ckpt.mirror.object_store import check_url
+from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
@@ -128,7 +128,7 @@ class Step(PipelineStep):
                 raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
             check_output_folder(self.output_writer, local)
             if remote is not None:
-                check_url("checkpoints_remote_dir", remote)
+                check_mirror(remote)
                 if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
                     raise ConfigError("checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy.")
             return

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -91,19 +91,6 @@ def is_config(what: str) -> bool:
         return False
     path = Path(what)
     return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
-
-
-def is_script(path: str | None) -> TypeGuard[str]:
-    """Whether the file of a job is a Python script, and no YAML."""
-    return path is not None and path.endswith(".py") and not Path(path).is_dir()
-
-
-def start_command(given: Sequence[str]) -> str:
-    """The command that runs a job, named by its file, if there is one, and what stands behind it."""
-    if given and is_script(given[0]):
-        own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
-        return shlex.join(["python", given[0], *own])
-    return shlex.join(["datatrove-ckpt", "run", *given])
 
 
 @contextmanager

@@ -393,7 +393,7 @@ class Versions:
     def put_object(self, name: str, data: bytes) -> Part:
         """Writes a new object and its second copy."""
         self._store.put(f"objects/{name}", data)
-        self._store.copy(f"objects/{name}", f"copies/{name}")
+        self._store.copy(f"objects/{name}", f"copies/{name}", data)
         strong = hashlib.sha256(data).hexdigest() if self._seal.is_on else ""
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 

@@ -200,7 +200,7 @@ class Uploads:
             assert self._ownership is not None
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
-        own = [version.number for version in versions if version.nonce == self._nonce]
+        own = [version.number for version in {*versions, *self._kept} if version.nonce == self._nonce]  # lists lag
         return Version(1 + max([self._number_floor, *own]), self._nonce)
 
     def _list_as_owner(self) -> tuple[list[Ownership], list[Version]]:

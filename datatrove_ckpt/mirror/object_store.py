@@ -4,10 +4,15 @@ Each method of ``Effects`` is one effect: it happened or it did not. ``put`` is 
 put is not atomic (local files; not S3): a kill may leave a part of the object. ``testing`` replaces ``effects`` to
 crash before or in the middle of any effect. Credentials come from the environment, as for every fsspec file system; a
 URL holds none.
+
+On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a listing, which it keeps,
+and which may lag behind; so nothing that we know the name of is looked up there. In a repository each put would be a
+commit, of which the hub allows 128 an hour: a mirror there can only be read.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +23,9 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import missing_package
+from datatrove_ckpt.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.redaction import holds_credentials, refuse_variables
-from datatrove_ckpt.retrying import file_system_call, s3_code
+from datatrove_ckpt.retrying import file_system_call, http_status, lacks_bucket, s3_code
 
 
 class Effects:
@@ -28,6 +33,12 @@ class Effects:
 
     def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
         """Writes ``data`` to the object, in place of what it held."""
+        if _is_hub(fs):  # ``pipe_file`` would leave a copy in the temporary folder if it fails
+            from huggingface_hub import HfApi
+
+            _, owner, name, key = path.split("/", 3)
+            HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(data, key)])
+            return
         fs.pipe_file(path, data)
 
     def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
@@ -37,6 +48,10 @@ class Effects:
     def delete(self, fs: AbstractFileSystem, path: str) -> None:
         """Removes the object."""
         fs.rm_file(path)
+
+
+def _is_hub(fs: AbstractFileSystem) -> bool:
+    return bool(fs.protocol == "hf")
 
 
 effects = Effects()
@@ -59,6 +74,10 @@ def needs_bucket(url: str) -> Iterator[None]:
         ) from error
 
 
+_OR_HIDDEN = ", or this token may not see it"
+_REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
+
+
 class ObjectStore:
     """The objects below one URL, by their names. A name may contain folders."""
 
@@ -68,6 +87,7 @@ class ObjectStore:
         options = {"auto_mkdir": True} if get_protocol(url) in ("file", "local") else {}
         with file_system_call():
             self._fs, root = url_to_fs(self.url, **options)
+        no_bars_in_logs()
         self._root = root.rstrip("/")
         self._is_local = bool(options)
 
@@ -78,7 +98,11 @@ class ObjectStore:
                 Path(self._root).mkdir(mode=0o700, exist_ok=True)
             effects.put(self._fs, self._path(name), data)
 
-    def copy(self, name: str, to: str) -> None:
+    def copy(self, name: str, to: str, data: bytes) -> None:
+        """Copies an object. ``data``: its content."""
+        if _is_hub(self._fs):  # it would list the folder first; content that a bucket has is not sent again
+            self.put(to, data)
+            return
         with file_system_call():
             effects.copy(self._fs, self._path(name), self._path(to))
 
@@ -89,14 +113,17 @@ class ObjectStore:
 
     def read(self, name: str, most: int) -> bytes | None:
         """The object's content, or None if there is no such object, or a larger one than ``most`` bytes."""
+        streamed = {"block_size": 0} if _is_hub(self._fs) else {}  # else its size is looked up in a listing first
         try:
             with file_system_call():
-                data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1))
+                data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1, **streamed))
         except FileNotFoundError:
             return None
         except OSError as error:
             if s3_code(error) == "InvalidRange":  # of an empty object
                 return b""
+            if http_status(error) == 404:
+                return None
             raise
         return data if len(data) <= most else None
 
@@ -104,7 +131,7 @@ class ObjectStore:
         """The names of the objects and folders directly in the folder; none if there is no such folder.
 
         Raises:
-            ConfigError: the bucket does not exist. s3fs reports that as a missing file, too.
+            ConfigError: the bucket does not exist. Libraries report that as a missing file, too.
         """
         path = self._path(folder)
         try:
@@ -112,16 +139,33 @@ class ObjectStore:
                 self._fs.invalidate_cache(path)
                 found = self._fs.ls(path, detail=False)
         except FileNotFoundError as error:
-            if s3_code(error) == "NoSuchBucket":
+            if lacks_bucket(error):
                 raise ConfigError(
-                    f"checkpoints_remote_dir: the bucket of {self.url} does not exist. Make the bucket, or correct the "
-                    "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again."
+                    f"checkpoints_remote_dir: the bucket of {self.url} does not exist{_OR_HIDDEN * _is_hub(self._fs)}. "
+                    "Make the bucket, or correct the setting (on S3 also AWS_ENDPOINT_URL, on the hub also HF_TOKEN), "
+                    "and run the same command again."
                 ) from error
             return []
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
+
+
+def check_mirror(url: str) -> None:
+    """Refuses a URL to which no mirror can be written, without using the network.
+
+    Raises:
+        ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
+    """
+    check_url("checkpoints_remote_dir", url)
+    if get_protocol(url) == "hf" and not url.startswith("hf://buckets/"):
+        bucket = _REPOSITORY.sub(r"hf://buckets/\1", url)
+        raise ConfigError(
+            f"checkpoints_remote_dir: {url} is in a repository, where each of the mirror's writes would be a commit; "
+            f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes "
+            f"one). If an earlier version made a mirror here, copy it first: hf cp {url}/ {bucket}/"
+        )
 
 
 def check_url(key: str, url: str) -> None:

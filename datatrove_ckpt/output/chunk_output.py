@@ -21,6 +21,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
+from datatrove_ckpt.checkpoint.identity import was_restored
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.arrow_types import NotUnited, vectors_plain, watch_schema
@@ -148,6 +149,7 @@ class ChunkOutput:
         if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
             files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
         self._target.is_first = self._unpublished.exists()
+        self._target.may_replace = was_restored(self.folder)
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)

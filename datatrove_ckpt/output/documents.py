@@ -52,7 +52,9 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's result, with what a plain answer has beside it. That is not written: the id differs in each run."""
+    """datatrove's result, with what a plain answer has beside it. That is written with ``write_response_ids`` only: the
+    id differs in each run.
+    """
 
     tool_calls: Sequence[JsonObject] = ()
     logprobs: JsonObject | None = None
@@ -77,8 +79,28 @@ class PathResult(Result):
     answer: JsonObject = dataclasses.field(default_factory=dict)
 
 
-Result.__name__ = WholeResult.__name__ = PathResult.__name__ = "InferenceResult"  # in messages about their attributes
-RESULTS = frozenset({InferenceResult, Result, WholeResult, PathResult})
+@dataclasses.dataclass
+class NamedResult(Result):
+    """An answer with ``write_response_ids``."""
+
+    response_id: str = ""
+    model: str = ""
+
+
+@dataclasses.dataclass
+class NamedWholeResult(NamedResult, WholeResult):
+    pass
+
+
+@dataclasses.dataclass
+class NamedPathResult(NamedResult, PathResult):
+    pass
+
+
+_NAMED = {Result: NamedResult, InferenceResult: NamedResult, WholeResult: NamedWholeResult, PathResult: NamedPathResult}
+RESULTS = frozenset({*_NAMED, *_NAMED.values()})
+for _kind in RESULTS:
+    _kind.__name__ = "InferenceResult"  # in messages about their attributes
 
 
 def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
@@ -87,7 +109,8 @@ def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult
     Raises:
         TypeError: they are those of something else.
     """
-    return (WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain)(**fields)
+    kind = WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain
+    return (_NAMED[kind] if "response_id" in fields else kind)(**fields)
 
 
 Other: TypeAlias = Callable[[object], object]

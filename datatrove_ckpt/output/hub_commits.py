@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -110,6 +108,8 @@ class HubUploads:
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
+        self.may_replace = False
+        """Whether a file of a rank that is there with other content is the rank's own, too: see ``Target``."""
         self._calls = calls
         self._history = History()
         self._seen: list[str | None] = [None]
@@ -183,7 +183,7 @@ class HubUploads:
         Returns how many commits had been seen before.
 
         The files of another job may have appeared since the rank's start. A chunk that is written again has the same
-        bytes, so other content is never this rank's.
+        bytes, so other content is never this rank's, unless it came from a mirror.
 
         Args:
             head: the branch's newest commit. If there is a newer one, the hub refuses (412).
@@ -196,14 +196,14 @@ class HubUploads:
         folder = self.folder
         found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
         self._refuse(file.name for file in files if file.name in found and not file.is_there(found[file.name]))
-        operations = [file.operation() for file in files if file.name not in found]
+        operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
         self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
     def _refuse(self, names: Iterable[str]) -> None:
-        if found := list(names):
+        if (found := list(names)) and not self.may_replace:
             is_are, it = ("is", "it") if len(found) == 1 else ("are", "them")
             raise OutputMismatch(
                 f"{self.folder.url}: {_some(found)} {is_are} there with other content, of which this rank knows no "
@@ -457,15 +457,6 @@ def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
     """The error for a call that is not made again: what happened, and what to do."""
     kept = "Nothing that was saved is lost: run the same command again"
     return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
-
-
-def no_bars_in_logs() -> None:
-    """For the first upload: the client draws a progress bar for each file, also where standard error is a log."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        with warnings.catch_warnings(action="ignore"):  # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them
-            disable_progress_bars()
 
 
 def _some(names: Sequence[str]) -> str:

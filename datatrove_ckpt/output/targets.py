@@ -38,10 +38,10 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.formatting import no_bars_in_logs, plural
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, no_bars_in_logs
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING
@@ -68,6 +68,8 @@ class Target:
         self.staging = staging_root / secrets.token_hex(4)
         self.is_first = False
         """Nothing was published by earlier attempts: a file that is there, with other content, is another job's."""
+        self.may_replace = False
+        """The rank came from a mirror: a file that no commit names may be its own, made later, of other answers."""
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -302,6 +304,7 @@ class HubTarget(Target):
 
     def prepare(self) -> None:
         no_bars_in_logs()
+        self._uploads.may_replace = self.may_replace
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._uploads.looked("cannot be listed", call)

@@ -295,7 +295,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
     if commits_each_write(folder):
-        yield Finding("ok", "reachable", f"{url} is not tested: each write would be a commit in its history.")
+        text = "each write is a commit (a task makes several), of which the hub allows 128 an hour. Use hf://buckets/"
+        yield Finding("warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead.")
         return
 
     def attempt() -> float:

@@ -17,7 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.formatting import no_bars_in_logs, plural
 from datatrove_ckpt.retrying import file_system_call
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -92,6 +92,7 @@ class RunPlan:
         self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
+        no_bars_in_logs()
 
     @property
     def runners(self) -> list[RunnerPlan]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # datatrove has no types
             choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs, and with its
                 refusal if it is one; empty for one choice that is none.
             answer: of a path that is no completion, the whole JSON answer without its id and time; else None.
-            response_id, model: as the server sent them. The output has them only if the rollout puts them there.
+            response_id, model: as the server sent them. The output has them with ``write_response_ids``.
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -19,6 +20,8 @@ class Buckets:
 
     def __init__(self, hub: FakeHub) -> None:
         self._hub = hub
+        self._looks = Counter[str]()
+        """How many listings each state was asked for."""
 
     def answer(
         self, http: web.Request, kind: str, name: str, arguments: dict[str, str], body: bytes, access: Access | None
@@ -71,8 +74,11 @@ class Buckets:
         return content_of(http, bucket.blobs[file.sha256], {"ETag": f'"{file.sha256}"'})
 
     def _listed(self, bucket: Repo, kind: str) -> dict[str, File]:
-        """What listings show; downloads show what is there."""
-        return _files(bucket.branches["main"].behind(self._hub.lag_commits if kind in self._hub.lag_kinds else 0))
+        """What listings show: at first a state some changes ago, then newer ones. Downloads show what is there."""
+        now = bucket.branches["main"]
+        self._looks[now.oid] += 1
+        late = self._hub.lag_commits + 1 - self._looks[now.oid] if kind in self._hub.lag_kinds else 0
+        return _files(now.behind(max(late, 0)))
 
     def _xet_token(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
         return web.json_response({"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"})

@@ -63,7 +63,8 @@ class FakeHub:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
         self.lag_commits = 0
-        """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch."""
+        """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch. Those of a
+        bucket catch up, by one change with each look."""
         self.lag_kinds = {"tree", "paths-info"}
         self.jobs: Jobs | None = None
         self._rules: list[Fault | Hold] = []

@@ -215,8 +215,12 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
             rank = threading.Thread(target=run)
             rank.start()
             rank.join()
-        else:
-            run()
+        else:  # the default action would end this process, whose threads are pytest's
+            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            try:
+                run()
+            finally:
+                signal.signal(signal.SIGTERM, before)
         teller.join()
         assert len(server.payloads) == 6
         reason = f"a preemption notice (url {url}/url)"

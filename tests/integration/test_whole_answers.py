@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, OutputFailed, ServerRefused
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, of_several, way_to
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
@@ -72,6 +73,33 @@ def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_pat
     for row in rows(tmp_path):
         (result,) = row["metadata"]["rollout_results"]
         assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_ids_and_models_are_written_like_the_text_on_request(whole: FakeServer, tmp_path: Path, is_whole: bool) -> None:
+    """Also those of answers that were cached before a kill."""
+    if not is_whole:
+        whole.message, whole.logprobs = {}, None
+    asked = QUESTION if is_whole else {}
+
+    async def ask(document: Document, generate: Any) -> object:
+        chat = {"messages": [{"role": "user", "content": document.text}], **asked}
+        first, second = await generate(chat), await generate({**chat, "seed": 1})
+        return [pickle.loads(pickle.dumps(first)), second]
+
+    config, budget = {"write_response_ids": True}, Budget()
+    whole._status, budget.left = budget, 3
+    with pytest.raises(CkptError):
+        runner(tmp_path, whole, ask, config=config).run(documents(3))
+    budget.left = 99
+    runner(tmp_path, whole, ask, config=config).run(documents(3))
+    fields = ["text", "finish_reason", "usage", "reasoning", *["tool_calls", "logprobs", "choices"] * is_whole]
+    for row in rows(tmp_path):
+        for result in row["metadata"]["rollout_results"][0]:
+            assert list(result) == [*fields, "response_id", "model"]
+            assert (result["response_id"], result["model"]) == ("fake", "")  # it does not say its model
+    with pytest.raises(CheckpointMismatch, match="write_response_ids"):
+        runner(tmp_path, whole, ask).run(documents(3))
 
 
 def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:

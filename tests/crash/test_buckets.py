@@ -1,0 +1,192 @@
+"""A job with input, output, markers and mirror in a bucket, killed at every effect, ends with the same bytes there."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+from huggingface_hub import HfFileSystem, get_session
+from loguru import logger
+
+from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor, executor
+from datatrove_ckpt.checkpoint import storage
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
+from tests.crash.test_mirror import ask_twice
+from tests.hub import FakeHub
+from tests.hub.routes import route
+from tests.jobs import config
+from tests.mirrors import ONE_BY_ONE, PASSES, answered
+from tests.patience import ChangePolicy
+
+pytestmark = [
+    pytest.mark.usefixtures("code_described_once"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of files left open
+]
+
+BUCKET = "hf://buckets/org/job"
+WRITES = ("batch", "xet-upload")
+PLACE = "org/job"
+Effects = tuple[str, ...]
+
+
+class CrashingClient:
+    """A client that may die before and after each request that changes something, and sends nothing when it is dead."""
+
+    disk: CrashingDisk | None = None
+
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send = send
+
+    def send(self, client: Any, request: Any, **options: Any) -> Any:
+        kind = route(request.method, request.url.path)[0]
+        self._effect(f"before {kind}", kind)
+        response = self._send(client, request, **options)
+        self._effect(f"after {kind}", kind)
+        return response
+
+    def _effect(self, label: str, kind: str) -> None:
+        if self.disk is not None:
+            with self.disk._lock:
+                self.disk.before("request" if kind in WRITES else "look", (), label)
+
+
+@pytest.fixture
+def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
+    library = type(get_session())
+    crashing = CrashingClient(library.send)
+    monkeypatch.setattr(library, "send", lambda *arguments, **options: crashing.send(*arguments, **options))
+    return crashing
+
+
+@pytest.fixture(autouse=True)
+def _one_after_the_other(ram: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(ram))
+    monkeypatch.setattr(storage, "MAX_GROUP", 1)
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    policy("HUB", "HUB_LOOK", "READING", first=0.01)
+    PASSES.watch(monkeypatch)
+
+
+def attempt(folder: Path, server: FakeServer) -> None:
+    """A process of its own: it has seen no listing yet."""
+    HfFileSystem.clear_instance_cache()
+    DataFolder.clear_instance_cache()
+    step = InferenceRunner(
+        ask_twice,
+        config(server, **ONE_BY_ONE),
+        JsonlWriter(f"{BUCKET}/output", "${rank}_${chunk_index}.jsonl", compression=None),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        records_per_chunk=2,
+        checkpoints_remote_dir=f"{BUCKET}/mirror",
+        mirror_seconds=0,
+    )
+    job = LocalPipelineExecutor([JsonlReader(f"{BUCKET}/input"), step], logging_dir=f"{BUCKET}/logs")
+    try:
+        job.run()
+    finally:
+        logger.remove()
+
+
+def in_newest_version(folder: Path) -> Counter[str]:
+    """The questions that are answered according to the mirror."""
+    HfFileSystem.clear_instance_cache()
+    scratch = folder.with_name("scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    restore(f"{BUCKET}/mirror/00000", scratch / "00000")
+    return answered(scratch / "00000") if (scratch / "00000").exists() else Counter()
+
+
+def put_input(hub: FakeHub, documents: int) -> None:
+    hub.create_repo(PLACE, kind="bucket")
+    rows = [f'{{"id": "id {n}", "text": "text {n}"}}\n' for n in range(documents)]
+    hub.put(PLACE, {"input/0.jsonl": "".join(rows).encode()}, kind="bucket")
+    for number in range(3):  # which has been there for a while
+        hub.put(PLACE, {f"other/{number}": b""}, kind="bucket")
+
+
+def output(hub: FakeHub) -> dict[str, bytes]:
+    return {n: c for n, c in hub.files(PLACE, kind="bucket").items() if n.startswith(("output/", "logs/completions"))}
+
+
+def crash(
+    number: int, folder: Path, server: FakeServer, client: CrashingClient, counted: tuple[str, ...]
+) -> str | None:
+    client.disk = CrashingDisk(number, folder, counted=counted)
+    with disk_in_place(client.disk), suppress(SimulatedCrash):
+        attempt(folder, server)
+    for thread in threading.enumerate():  # a dead process sends nothing more
+        if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt mirror", "datatrove-ckpt hub"):
+            thread.join(60)
+    gc.collect()
+    crashed = client.disk.crashed_at
+    if crashed is not None:
+        next(client.disk.survivors())
+    client.disk = None
+    return crashed
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("documents", "lost", "counted", "lag", "every"),
+    [
+        pytest.param(1, True, ("request",), 0, 9, id="node lost, each ninth"),
+        pytest.param(3, True, ("request",), 0, 1, id="node lost"),
+        pytest.param(3, True, ("request",), 3, 1, id="node lost, lists lag"),
+        pytest.param(3, False, ("request", *EFFECTS), 0, 1, id="node kept"),
+    ],
+)
+def test_killed_at_every_effect(
+    hub: FakeHub,
+    server: FakeServer,
+    client: CrashingClient,
+    ram: Path,
+    documents: int,
+    lost: bool,
+    counted: Effects,
+    lag: int,
+    every: int,
+) -> None:
+    folder = ram / "job"
+    put_input(hub, documents)
+    folder.mkdir()
+    attempt(folder, server)
+    expected, points, again = output(hub), Counter[str](), 0
+    assert len(expected) == (documents + 1) // 2 + 1
+    for number in range(0, 2000, every):
+        put_input(hub, documents)
+        hub.lag_commits = lag
+        shutil.rmtree(folder)
+        folder.mkdir()
+        server.asked.clear()
+        crashed = crash(number, folder, server, client, counted)
+        before = server.asked.copy()
+        known = in_newest_version(folder) if lost else answered(folder / "checkpoints" / "00000")
+        if lost:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        assert "logs/completions/00000" not in output(hub) or output(hub) == expected, crashed
+        attempt(folder, server)
+        assert output(hub) == expected, crashed
+        assert not known & (server.asked - before), crashed
+        again += (before & (server.asked - before)).total()
+        if crashed is None:
+            break
+        points[crashed] += 1
+    print(f"{points.total()} crash points, {again} requests made again; {points.most_common(6)}")
+    for step in ("before batch", "after batch", "before xet-upload", "after xet-upload"):
+        assert points[step] > (10 if every == 1 else 0), points
+    assert points.total() * every > 100, points

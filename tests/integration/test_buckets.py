@@ -1,0 +1,275 @@
+"""Input, output, logging_dir and mirror in buckets of the hub, through the real client."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers import JsonlWriter
+from huggingface_hub import HfApi, HfFileSystem
+
+from datatrove_ckpt import LocalPipelineExecutor, executor
+from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.mirror.manifests import Part, Versions
+from datatrove_ckpt.mirror.object_store import check_mirror
+from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
+from tests.hub import FakeHub
+from tests.hub.server import Access
+from tests.mirrors import Job
+from tests.patience import ChangePolicy
+from tests.yaml_jobs import ENDPOINT, job_yaml
+
+BUCKET = "hf://buckets/org/job"
+
+
+@pytest.fixture(autouse=True)
+def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
+    """Nothing is left in the temporary folder, whatever happens."""
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    policy("HUB", "HUB_LOOK", first=0.01)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    yield
+    # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be uploaded.
+    left = [path.read_text() for path in (tmp_path / "temporary").iterdir()]
+    assert not [text for text in left if "document 0 0" in text]
+
+
+def put_input(hub: FakeHub, tasks: int, documents: int) -> None:
+    files = {}
+    for task in range(tasks):
+        rows = [json.dumps({"id": f"{task} {n}", "text": f"document {task} {n}"}) for n in range(documents)]
+        files[f"input/{task}.jsonl"] = "".join(row + "\n" for row in rows).encode()
+    hub.put("org/job", files, kind="bucket")
+
+
+def write_yaml(server: FakeServer, mirror: str = f"{BUCKET}/mirror", tasks: int = 2) -> None:
+    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output")
+    text = text.replace("logging_dir: logs", f"logging_dir: {BUCKET}/logs")
+    text += f"          records_per_chunk: 2\n          checkpoints_remote_dir: {mirror}\n          mirror_seconds: 0\n"
+    Path("job.yaml").write_text(text)
+
+
+@pytest.fixture
+def job(hub: FakeHub, server: FakeServer, here: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """A bucket with the input of two tasks, and job.yaml."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    hub.create_repo("org/job", kind="bucket")
+    put_input(hub, 2, 3)
+    write_yaml(server)
+    return hub
+
+
+def lose_the_node() -> None:
+    shutil.rmtree("checkpoints", ignore_errors=True)
+    HfFileSystem.clear_instance_cache()
+    DataFolder.clear_instance_cache()
+
+
+def output(hub: FakeHub) -> dict[str, bytes]:
+    return {name: content for name, content in hub.files("org/job", kind="bucket").items() if name.startswith("output")}
+
+
+def markers(hub: FakeHub) -> list[str]:
+    return [name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")]
+
+
+def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server: FakeServer, command: Command) -> None:
+    assert "no problem, no warning" in command("doctor", "job.yaml")
+    assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl", "input/1.jsonl"}
+    said = command("run", "job.yaml")
+    assert "6 of 6 documents are in 4 files in hf://buckets/org/job/output" in said
+    assert "Processing Files" not in said  # huggingface_hub's bars
+    assert len(output(job)) == 4
+    assert len(markers(job)) == 2
+    lose_the_node()
+    assert "All 2 tasks are complete already" in command("run", "job.yaml")
+    for what in ("job.yaml", f"{BUCKET}/mirror"):
+        assert "2 ranks (2 finished)" in command("status", what)
+        assert "no problem: 2 ranks, 6 documents" in command("verify", what, "--full")
+        assert "report.html: the report of 2 ranks" in command("report", what)
+    assert "document 0 0" in command("show", "job.yaml")
+    assert server.asked.total() == 6
+    job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], ["output/00001_00001.jsonl"])
+    assert "00001_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
+    command("repair", "job.yaml")
+    command("run", "job.yaml")
+    assert len(output(job)) == 4
+
+
+# a repository ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_mirror_in_a_repository_is_refused_read_and_moved(
+    job: FakeHub, server: FakeServer, command: Command, tmp_path: Path
+) -> None:
+    """Versions before this one wrote there: one commit for each object."""
+    write_yaml(server, str(tmp_path / "mirror"))
+    command("run", "job.yaml")
+    files = {f"mirror/{path.relative_to('mirror')}": path.read_bytes() for path in Path("mirror").rglob("*.*")}
+    files |= {f"mirror/{path.relative_to('mirror')}": path.read_bytes() for path in Path("mirror").rglob("*-*")}
+    job.put("org/data", files)
+    lose_the_node()
+    write_yaml(server, "hf://datasets/org/data/mirror")
+    said = command("run", "job.yaml", code=2)
+    assert "Set it to a bucket: hf://buckets/org/data/mirror" in said
+    assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
+    for what in ("job.yaml", "hf://datasets/org/data/mirror"):
+        assert "2 ranks (2 finished)" in command("status", what)
+        assert "no problem: 2 ranks, 6 documents" in command("verify", what)
+    HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")  # what ``hf cp`` calls
+    write_yaml(server)
+    lose_the_node()
+    assert "2 ranks (2 finished)" in command("status", "job.yaml")
+    job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], markers(job))
+    command("run", "job.yaml")
+    assert server.asked.total() == 6
+
+
+@pytest.mark.parametrize("url", ["hf://datasets/org/data@try/a", "hf://models/org/data/a", "hf://org/data/a"])
+def test_the_bucket_to_use_instead_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"Set it to a bucket: hf://buckets/org/data/a \("):
+        check_mirror(url)
+
+
+def test_doctor_warns_of_markers_in_a_repository(job: FakeHub, command: Command) -> None:
+    job.create_repo("org/data")
+    text = Path("job.yaml").read_text().replace(f"{BUCKET}/logs", "hf://datasets/org/data/logs")
+    Path("job.yaml").write_text(text)
+    said = command("doctor", "job.yaml", code=None)
+    assert "warning  logging_dir, reachable: hf://datasets/org/data/logs is not tested: each write is a commit" in said
+    command("run", "job.yaml")
+    assert len(job.commits("org/data")) == 2 + 3 * 2, [commit.added for commit in job.commits("org/data")]
+
+
+# a token that expires -------------------------------------------------------------------------------------------------
+
+
+class Expiring(Access):
+    """A token that expires after so many requests."""
+
+    left = 0
+
+    @property
+    def expired(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    @expired.setter
+    def expired(self, value: bool) -> None:
+        pass
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120, 135, 150, 180, 210])
+def test_a_token_that_expires_in_the_middle_loses_nothing(
+    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+) -> None:
+    access = job.tokens[job.token] = Expiring()
+    access.left = after
+    said = command("run", "job.yaml", code=None)
+    done = len(markers(job)) == 2
+    assert said.code or done
+    assert done or "401" in said.error
+    for name in markers(job):  # a task that is marked has all of its output
+        assert len([one for one in output(job) if one.startswith(f"output/{name[-5:]}")]) == 2
+    job.tokens["hf_FreshTokenOfTheTests"] = Access()
+    monkeypatch.setenv("HF_TOKEN", "")
+    (tmp_path / "huggingface").mkdir(exist_ok=True)
+    (tmp_path / "huggingface" / "token").write_text("hf_FreshTokenOfTheTests")
+    HfFileSystem.clear_instance_cache()
+    DataFolder.clear_instance_cache()
+    said = command("run", "job.yaml")
+    rows = [json.loads(line)["id"] for name in sorted(output(job)) for line in output(job)[name].splitlines()]
+    assert rows == [f"{task} {n}" for task in range(2) for n in range(3)]
+    assert set(server.asked.values()) == {1}
+    assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+
+
+# lists that lag -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("lag", [3, 1, 5])
+def test_lists_that_lag_lose_and_repeat_nothing(job: FakeHub, server: FakeServer, command: Command, lag: int) -> None:
+    for number in range(lag):
+        job.put("org/job", {f"other/{number}": b""}, kind="bucket")  # the input has been there for a while
+    job.lag_commits = lag
+    assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
+    lose_the_node()
+    assert "All 2 tasks are complete already" in command("run", "job.yaml")
+    assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+    assert set(server.asked.values()) == {1}
+    assert len(output(job)) == 4
+
+
+def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub, tmp_path: Path) -> None:
+    step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
+    mirrored = Versions(f"{BUCKET}/mirror/00000")
+    job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")
+    job.put("org/job", {"logs/stats/00000.json": b"[]"}, kind="bucket")
+    assert step.get_incomplete_ranks() == [1]
+    step._saved_stats(0)
+    assert mirrored.list_objects() == set()
+    name = f"{16 * '0'}-000000"
+    found = {"logs/completions/00001": b"", "logs/stats/00001.json": b"[]", f"mirror/00000/objects/{name}": b"content"}
+    job.put("org/job", found, kind="bucket")  # by another process
+    assert step.get_incomplete_ranks() == []
+    step._saved_stats(1)
+    assert mirrored.read_object(Part(name, 7, xxhash.xxh3_128_hexdigest(b"content"))) == b"content"
+    assert mirrored.list_objects() == {("objects", name)}
+
+
+def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
+    job: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that started from nothing would pay for everything again."""
+    with pytest.raises(ConfigError, match=r"the bucket of hf://buckets/org/none/00000 does not exist, or this token"):
+        restore("hf://buckets/org/none/00000", tmp_path / "00000")
+    job.repo("org/job", "bucket").private = True
+    HfFileSystem.clear_instance_cache()
+    monkeypatch.setenv("HF_TOKEN", "")
+    with pytest.raises(ConfigError, match="on the hub also HF_TOKEN"):
+        restore(f"{BUCKET}/mirror/00000", tmp_path / "00000")
+    monkeypatch.setenv("HF_TOKEN", job.token)
+    job.tokens[job.token] = Access(expired=True)
+    HfFileSystem.clear_instance_cache()
+    with pytest.raises(StorageFailed, match=r"401.*credentials"):
+        restore(f"{BUCKET}/mirror/00000", tmp_path / "00000")
+
+
+# a node that is lost after its last upload ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
+def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
+    hub: FakeHub, tmp_path: Path, place: str
+) -> None:
+    """A model answers with other words the second time, and nobody is there to delete the first ones."""
+    hub.create_repo("org/job", kind="bucket")
+    hub.create_repo("org/data")
+    output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
+    with FakeServer(answer=lambda path, text: "word " * server.asked.total()) as server:
+        Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
+        kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
+        (first,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
+        later = [file for file in hub.files("org/job", kind="bucket") if re.search("generation-(?!00000001-)", file)]
+        hub.repo("org/job", "bucket").commit("main", "never uploaded", "", 0.0, [], later)
+        lose_the_node()
+        shutil.rmtree(tmp_path / "checkpoints")
+        Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
+        (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
+        assert first != second
+        assert len(second.splitlines()) == 3

@@ -241,8 +241,8 @@ def test_a_rank_that_cannot_go_on_is_given_up_after_max_retries_and_named(
     assert jobs.all[-1].id in said.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 5.0])
-@pytest.mark.matrix
 def test_a_job_drains_before_its_timeout(hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float) -> None:
     jobs.grace = grace
     stuck = {"document 0 7"}

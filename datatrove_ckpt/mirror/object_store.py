@@ -96,7 +96,13 @@ class ObjectStore:
             if self._is_local and not Path(self._root).exists():  # it holds prompts and answers
                 Path(self._root).parent.mkdir(parents=True, exist_ok=True)
                 Path(self._root).mkdir(mode=0o700, exist_ok=True)
-            effects.put(self._fs, self._path(name), data)
+            try:
+                effects.put(self._fs, self._path(name), data)
+            except OSError:  # the file system is full: what it holds of the object would be taken for damage
+                if self._is_local:
+                    with suppress(OSError):
+                        effects.delete(self._fs, self._path(name))
+                raise
 
     def copy(self, name: str, to: str, data: bytes) -> None:
         """Copies an object. ``data``: its content."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 import re
@@ -418,6 +419,25 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(
         assert not running.is_alive()
     assert outputs(job.folder / "output") == expected
     assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
+
+
+def test_a_folder_that_is_full_at_the_first_start_keeps_no_part_of_a_version(
+    job: Job, expected: dict[str, bytes], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(object_store.Effects):
+        def put(self, fs: Any, path: str, data: bytes) -> None:
+            super().put(fs, path, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "effects", Full())
+        patch.setattr(mirror, "STOP_SECONDS", 0.1)
+        job.run(server, mirror_seconds=0.01)
+    assert not [path for path in Path(job.remote).rglob("*") if path.is_file()]
+    shutil.rmtree(job.folder / "checkpoints")
+    shutil.rmtree(job.folder / "output")
+    job.run(server, mirror_seconds=0.01)
+    assert outputs(job.folder / "output") == expected
 
 
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

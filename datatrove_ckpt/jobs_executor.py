@@ -48,6 +48,7 @@ from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.mirror.job import newest_manifest
 from datatrove_ckpt.mirror.reading import MirrorReader
 from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
 from datatrove_ckpt.retrying import READING, failure_line
@@ -554,14 +555,15 @@ def modules_here() -> Iterator[Path]:
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """SIGTERM, where it would kill, is a KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or usual_handler(before := signal.getsignal(signal.SIGTERM)) != signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _shown(jobs: Sequence[_Job]) -> str:

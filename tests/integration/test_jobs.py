@@ -158,8 +158,9 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert KEY not in json.dumps({**job.spec, "secrets": None}) + job.log
 
 
+@pytest.mark.parametrize("cancels", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_them(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], cancels: bool
 ) -> None:
     began, go_on = threading.Event(), threading.Event()
 
@@ -173,16 +174,38 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
         os.kill(os.getpid(), signal.SIGTERM)
 
     with FakeServer(held) as server:
-        write_job(hub, server.url, 2, 3, tasks_per_job=2)
+        write_job(hub, server.url, 2, 3, tasks_per_job=2, cancel_on_interrupt=cancels)
         threading.Thread(target=interrupt).start()
         said = command("run", "job.yaml", code=143)
         assert "To resume: datatrove-ckpt run job.yaml" in said
+        if cancels:
+            go_on.set()
+            assert any("Canceled 1 job: " in line and jobs.all[0].id in line for line in log), log
+            assert jobs.all[0].ended_by == "cancel"
+            return
         (job,) = jobs.running
+        assert any("1 job go on: " in line and job.id in line for line in log), log
         go_on.set()
         assert "6 of 6 documents" in command("run", "job.yaml").out
         assert jobs.all == [job], "nothing was started twice"
         assert "complete already" in command("run", "job.yaml") or len(jobs.all) == 1
         assert server.asked.total() == 6
+
+
+def test_a_signal_to_a_scripts_coordinator_is_an_interruption() -> None:
+    """A step of the script has set a handler that ends any program without a pool."""
+    program = """
+import os, signal
+from datatrove_ckpt.jobs_executor import _sigterm_interrupts
+from datatrove_ckpt.process.pool_signals import drain_pools
+drain_pools([signal.SIGTERM])
+try:
+    with _sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "interrupted\n"
 
 
 @pytest.mark.slow

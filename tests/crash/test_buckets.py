@@ -145,9 +145,11 @@ def crash(
     ("documents", "lost", "counted", "lag", "every"),
     [
         pytest.param(1, True, ("request",), 0, 9, id="node lost, each ninth"),
-        pytest.param(3, True, ("request",), 0, 1, id="node lost"),
-        pytest.param(3, True, ("request",), 3, 1, id="node lost, lists lag"),
-        pytest.param(3, False, ("request", *EFFECTS), 0, 1, id="node kept"),
+        pytest.param(3, True, ("request",), 3, 11, id="node lost, lists lag, each eleventh"),
+        pytest.param(3, False, ("request", *EFFECTS), 0, 13, id="node kept, each thirteenth"),
+        pytest.param(3, True, ("request",), 0, 1, id="node lost", marks=pytest.mark.full),
+        pytest.param(3, True, ("request",), 3, 1, id="node lost, lists lag", marks=pytest.mark.full),
+        pytest.param(3, False, ("request", *EFFECTS), 0, 1, id="node kept", marks=pytest.mark.full),
     ],
 )
 def test_killed_at_every_effect(

@@ -158,7 +158,8 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert KEY not in json.dumps({**job.spec, "secrets": None}) + job.log
 
 
-@pytest.mark.parametrize("cancels", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cancels", [False, True])
 def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_them(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], cancels: bool
 ) -> None:

@@ -45,8 +45,6 @@ from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural
-from datatrove_ckpt.mirror.job import newest_manifest
-from datatrove_ckpt.mirror.reading import MirrorReader
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import task_of_many
@@ -127,7 +125,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         secrets: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         max_retries: int = 1,
-        poll_interval: float = 15,
+        poll_interval: float = 15.0,
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
         cancel_on_interrupt: bool = False,
@@ -463,6 +461,8 @@ def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str
 
     Yields what puts the mirrors' names into a text.
     """
+    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
+
     names: dict[str, str] = {}
 
     def said(text: str) -> str:
@@ -490,6 +490,8 @@ def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str
 
 def _reached(urls: Iterable[str]) -> Progress:
     """Of one rank, over its runners."""
+    from datatrove_ckpt.mirror.job import newest_manifest
+
     commits = journals = answers = 0
     for manifest in filter(None, map(newest_manifest, urls)):
         sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}

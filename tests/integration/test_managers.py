@@ -62,8 +62,8 @@ if __name__ == "__main__":
 
 
 def left_of(session: int) -> list[int]:
-    """Processes that do not end within 5 seconds. They are killed."""
-    patience = Patience(5)
+    """Processes that do not end within 15 seconds. They are killed. A worker may take 5 to hand in its error."""
+    patience = Patience(15)
     while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
         if patience.over():
             processes.kill_session(session)

@@ -12,6 +12,7 @@ commit, of which the hub allows 128 an hour: a mirror there can only be read.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -98,8 +99,8 @@ class ObjectStore:
                 Path(self._root).mkdir(mode=0o700, exist_ok=True)
             try:
                 effects.put(self._fs, self._path(name), data)
-            except OSError:  # the file system is full: what it holds of the object would be taken for damage
-                if self._is_local:
+            except OSError as error:  # other errors may come before anything was written, so the object may be whole
+                if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a part would be taken for damage
                     with suppress(OSError):
                         effects.delete(self._fs, self._path(name))
                 raise

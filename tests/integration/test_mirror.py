@@ -440,6 +440,19 @@ def test_a_folder_that_is_full_at_the_first_start_keeps_no_part_of_a_version(
     assert outputs(job.folder / "output") == expected
 
 
+def test_an_object_that_may_not_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(object_store.Effects):
+        def put(self, fs: Any, path: str, data: bytes) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    store = object_store.ObjectStore(str(tmp_path))
+    store.put("job.json", b"whole")
+    monkeypatch.setattr(object_store, "effects", Refusing())
+    with pytest.raises(PermissionError):
+        store.put("job.json", b"new")
+    assert store.read("job.json", 9) == b"whole"
+
+
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)

@@ -402,8 +402,8 @@ def test_a_process_that_ends_normally_has_ended_its_servers_first(end: str) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int) -> None:
-    process = job("two_ranks(); print('between', flush=True); time.sleep(600)")
-    with process:
+    # Not one long sleep: a signal that comes just before it would be handled after it only.
+    with job("two_ranks(); print('between', flush=True); [time.sleep(0.1) for _ in range(6000)]") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "between\n"
         (engine,) = running()

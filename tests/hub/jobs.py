@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ class Job:
         variables |= {"PYTHONPATH": str(self._folder / "site"), "JOB_ID": self.id}
         variables |= spec["environment"] | (spec.get("secrets") or {})
         script = next(index for index, word in enumerate(spec["command"]) if word.startswith("/data/"))
-        words = [word.replace("/data/", f"{self._folder}/data/") for word in spec["command"][script:]]
+        words = [re.sub("^/data/", f"{self._folder}/data/", word) for word in spec["command"][script:]]
         self._output = (self._folder / "log").open("w+")
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", _UV, "uv", sys.executable, *words],

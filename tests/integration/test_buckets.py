@@ -107,6 +107,9 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server:
     command("repair", "job.yaml")
     command("run", "job.yaml")
     assert len(output(job)) == 4
+    read = job.files("org/job", kind="bucket")["input/1.jsonl"]
+    job.put("org/job", {"input/1.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
+    assert "'1.jsonl' (has other content)" in command("run", "job.yaml", code=1)
 
 
 # a repository ---------------------------------------------------------------------------------------------------------

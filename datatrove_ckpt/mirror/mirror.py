@@ -136,7 +136,8 @@ class Uploads:
             self._ownership = Ownership(1 + max((other.number for other in ownerships), default=0), self._nonce)
         with needs_bucket(self._versions.url):
             self._versions.write_ownership(self._ownership, self._run["owner"])
-        if not any(version.number > 1 for version in versions):
+        only_first = all(version.number == 1 for version in versions)
+        if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without any version always mean damage, and never a first upload
             # that was killed. That of a process that was killed may be torn.
             self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())

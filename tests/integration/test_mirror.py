@@ -412,6 +412,26 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
     assert outputs(job.folder / "output") == expected
 
 
+def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.1)
+
+    def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
+        raise ConnectionError("no route to host")
+
+    with FakeServer(hold_after=3) as server:
+        running = threading.Thread(target=lambda: job.run(server))
+        running.start()
+        until(lambda: manifests(job) and server.asked.total() == 4)
+        monkeypatch.setattr(object_store.ObjectStore, "names", down)
+        server.release()
+        running.join(300)
+    assert outputs(job.folder / "output") == expected
+    assert sum("does not say whether another process has taken this rank over" in line for line in log) == 1
+
+
 class Missing(object_store.Effects):
     """A bucket that does not exist, as fsspec's file systems report it."""
 

@@ -72,6 +72,7 @@ class RunPlan:
         name: of the executor's class.
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
+        runs_jobs: the tasks run in jobs of the hub, and copies of their mirrors are their checkpoints here.
         tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
         workers: the limit for tasks that run at once; -1: none.
         depends: the job that comes first.
@@ -85,6 +86,7 @@ class RunPlan:
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
+        self.runs_jobs = self.name == "JobsPipelineExecutor"
         self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir

@@ -26,7 +26,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,10 @@ from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.pool_signals import usual_handler
-from datatrove_ckpt.process.task_errors import task_of_many
+from datatrove_ckpt.process.task_errors import log_disabled, task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
 from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.runner import InferenceRunner
@@ -133,9 +134,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         given = dict(locals())  # a debugger adds to the other one
         own = ("self", "__class__", "cancel_on_interrupt")
         try:
-            super().__init__(**{name: value for name, value in given.items() if name not in own})
+            with log_disabled("datatrove.executor.jobs"):  # it is experimental
+                super().__init__(**{name: value for name, value in given.items() if name not in own})
         except ValueError as error:
-            raise ConfigError(f"executor: {error}") from None
+            raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
         configs = [config for runner in self._runners for config in runner.models.values()]
         engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
@@ -150,6 +152,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
+                check_mirror(self._folder, "logging_dir")  # the mirror is in it
                 runner.checkpoints_remote_dir = default_mirror(self._folder, index)
 
     @property
@@ -321,7 +324,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         while waiting and (self.workers == -1 or len(running) < self.workers):
             ranks, retries = waiting[0]
             try:
-                with warnings.catch_warnings(action="ignore", category=UserWarning):  # run_uv_job is experimental
+                with (
+                    warnings.catch_warnings(action="ignore", category=UserWarning),  # run_uv_job is experimental
+                    redirect_stdout(io.StringIO()),  # it prints for each job which bucket has its script
+                ):
                     running.append(self._submit(ranks, retries))
             except Exception as error:
                 if not READING.passes(error):

@@ -159,17 +159,17 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def check_mirror(url: str) -> None:
-    """Refuses a URL to which no mirror can be written, without using the network.
+def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
+    """Refuses a URL to which no mirror can be written, without using the network. ``key`` names the setting.
 
     Raises:
         ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
     """
-    check_url("checkpoints_remote_dir", url)
+    check_url(key, url)
     if get_protocol(url) == "hf" and not url.startswith("hf://buckets/"):
         bucket = _REPOSITORY.sub(r"hf://buckets/\1", url)
         raise ConfigError(
-            f"checkpoints_remote_dir: {url} is in a repository, where each of the mirror's writes would be a commit; "
+            f"{key}: {url} is in a repository, where each of the mirror's writes would be a commit; "
             f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes "
             f"one). If an earlier version made a mirror here, copy it first: hf cp {url}/ {bucket}/"
         )

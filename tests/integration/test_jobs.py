@@ -287,6 +287,11 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
     assert "starts with an empty disk" in said
     assert "output_folder of pipeline[1]" in said
+    repository = command("run", "job.yaml", "--executor.logging_dir=hf://datasets/a/b/x", code=2)
+    assert "logging_dir: hf://datasets/a/b/x is in a repository" in repository.error
+    assert "Set it to a bucket: hf://buckets/a/b/x" in repository.error
+    local = command("run", "job.yaml", "--executor.logging_dir=logs", code=2)
+    assert "a remote logging_dir (e.g. hf://buckets/ORG/NAME" in local.error
     monkeypatch.delenv("ENDPOINT_KEY")
     assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
     assert "env: MY_TOKEN: its value may be a secret" in command(

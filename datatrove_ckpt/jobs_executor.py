@@ -275,7 +275,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: add "
-            "--cancel to it, or call cancel() of the executor."
+            "--cancel to it (of a script: datatrove-ckpt run SCRIPT --cancel), or call cancel() of the executor."
         )
 
     def _run_dependency(self) -> None:

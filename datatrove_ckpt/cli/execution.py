@@ -78,7 +78,9 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
             raise ConfigError("--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel.")
-        say(f"Canceled {plural(executor.cancel(), 'job')}. What they have uploaded is kept. To resume: run again.")
+        jobs = executor.cancel()
+        kept = f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run again."
+        say(kept if jobs else "No job of this run waits or runs, so none was canceled.")
         return 0
     if arguments.dry_run:
         full = FullConfig(content)

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,27 @@ except KeyboardInterrupt:
     print("interrupted")
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "interrupted\n"
+
+
+def test_cancel_of_a_script_and_of_a_run_without_jobs(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(hub, "http://127.0.0.1:1", 1, 1)
+    base = f"hf://buckets/{BUCKET}"
+    Path("job.py").write_text(
+        "import datatrove_ckpt\n"
+        f"datatrove_ckpt.run(run_folder='{base}/run', input='{base}/input/*.jsonl', prompt='Say {{text}}', model='m', "
+        "endpoint='http://127.0.0.1:1', jobs={})\n"
+    )
+    assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
+    alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={"DATATROVE_CKPT_JOB_RANKS": "0"})
+    canceled = []
+    monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
+    monkeypatch.setattr("huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"]))
+    for job in ("job.yaml", "job.py"):
+        assert "Canceled 1 job. " in command("run", job, "--cancel")
+    assert canceled == ["job7", "job7"]
+    assert not any("experimental" in line for line in log)
 
 
 @pytest.mark.slow

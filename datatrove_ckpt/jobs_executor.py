@@ -50,7 +50,7 @@ from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import log_disabled, task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
-from datatrove_ckpt.retrying import READING, failure_line
+from datatrove_ckpt.retrying import READING, failure_line, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
 RANKS = "DATATROVE_CKPT_JOB_RANKS"
@@ -227,6 +227,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             )
         self._secrets()
 
+    def _ensure_logging_dir_repo(self) -> None:
+        with naming_hub("logging_dir"):
+            super()._ensure_logging_dir_repo()
+
     def run_ranks(self) -> None:
         """``run`` without the checks before and after. Errors: as ``run``."""
         self._run_dependency()
@@ -241,7 +245,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
         else:
             self._forget_markers(ranks)
-            self._upload()
+            with naming_hub("logging_dir"):
+                self._upload()
         batches = [ranks[at : at + self.tasks_per_job] for at in range(0, len(ranks), self.tasks_per_job)]
         with _sigterm_interrupts():
             try:

@@ -58,7 +58,7 @@ from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.retrying import READING
+from datatrove_ckpt.retrying import READING, hub_refusal
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
@@ -279,6 +279,8 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 def explain(error: OSError, plan: RunPlan) -> Exception:
     """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
     logs = plan.logging_dir
+    if refused := hub_refusal(error):
+        return StorageFailed(f"{'logging_dir: ' * str(logs.resolve_paths('')).startswith('hf://')}{refused}.")
     folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:

@@ -351,7 +351,7 @@ def in_short_words(text: str, source: str) -> str:
     parts = _QUOTED.split(text)
     for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
         parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
-    return "".join(parts)
+    return "".join(parts).replace(f"{source}: {source}: ", f"{source}: ")
 
 
 def _node(class_path: str, **arguments: Any) -> Node:

@@ -92,10 +92,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     Args:
         logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
         dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
+        flavor: the machine of a job; ``hf jobs hardware`` lists them.
         timeout: a rank drains before. None: 30 minutes, as Jobs have it.
+        namespace: who pays; None: the token's account.
+        labels, env: of each job, beside ours. What env says is kept in files.
         secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
             and of mirrors are added.
         max_retries: how often in turn the rest of a job is started again although none of its ranks has advanced.
+        poll_interval: seconds between two looks at the jobs.
         cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next run waits for them.
     """
 

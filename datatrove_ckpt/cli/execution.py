@@ -280,7 +280,8 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
     logs = plan.logging_dir
     if refused := hub_refusal(error):
-        return StorageFailed(f"{'logging_dir: ' * str(logs.resolve_paths('')).startswith('hf://')}{refused}.")
+        there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
+        return StorageFailed(f"{'logging_dir: ' if there and there[1] in refused else ''}{refused}.")
     folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:

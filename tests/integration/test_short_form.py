@@ -468,6 +468,7 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
         ("raise max_tokens in default_generation_params, and", "raise max_tokens, and"),
         ("add --pipeline.1.accept_changes=true to the", "add --accept_changes=true to the"),
         ("executor: job 5 of this run is still", "job.yaml: job 5 of this run is still"),
+        ("executor X: executor: workers must", "job.yaml: workers must"),
         ("sbatch, or use class_path: LocalPipelineExecutor.", "sbatch, or leave slurm out."),
         ("rollout_fn: f is a class", "rollout: f is a class"),
         ("that output_filename 'x' may have named", "that output_filename 'x' may have named"),
@@ -480,7 +481,9 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
     ],
 )
 def test_words_of_the_long_form_become_those_of_the_short_one(long: str, short: str) -> None:
-    assert short in in_short_words(long, "job.yaml")
+    found = in_short_words(long, "job.yaml")
+    assert short in found
+    assert "job.yaml: job.yaml: " not in found
 
 
 def test_a_moved_run_folder_goes_on_with_the_command_that_is_printed(job: dict[str, Any], command: Command) -> None:

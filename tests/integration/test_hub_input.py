@@ -285,4 +285,4 @@ def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what
         f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
     )
     assert ("was there when the folder was listed" in said) is (what == "file")
-    assert ("restore the repository" in said) is (what == "repository")
+    assert ("the dataset org/input does not exist" in said) is (what == "repository")

@@ -30,6 +30,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.jobs import Job, Jobs
+from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 BUCKET = "someone/runs"
@@ -282,6 +283,28 @@ def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_name
     assert jobs.all[-1].id in said.error
     assert why in said.error
     assert "datatrove-ckpt status" in said.error
+
+
+@pytest.mark.slow
+def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_loses(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def expires(payload: dict[str, Any], times: int) -> str:
+        if server.asked.total() == 12:
+            hub.tokens[hub.token].expired = True
+        return answer(payload, times)
+
+    with FakeServer(expires, delay=lambda payload, times: 0.05) as server:
+        write_job(hub, server.url, 1, 300)
+        records = "--pipeline.1.records_per_chunk=300"
+        said = command("run", "job.yaml", records, code=1)
+        assert "Log in (hf auth login). The jobs that run go on: the same command waits for them." in said.error
+        until(lambda: not jobs.running)
+        assert "refuses this job's token" in jobs.all[0].log
+        assert server.asked.total() < 150
+        hub.tokens[hub.token].expired = False
+        command("run", "job.yaml", records)
+    assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 300
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ import io
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -44,8 +43,9 @@ from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
-from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.formatting import all_are, byte_size, plural
 from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process.own_modules import own_modules
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
@@ -62,6 +62,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
 _SAME = ("datatrove", "dill", "huggingface_hub")
 _MOST_SHOWN = 5
+_MOST_BYTES = 10 * 2**20  # of the user's own modules
 _ONLY_THIS_RANK = (DocumentError, InputError, OutputMismatch)
 
 Progress = tuple[int, int, int]
@@ -523,21 +524,13 @@ def _required(*extras: str) -> list[str]:
 
 
 def _bundle() -> bytes:
-    """A zip of the package as it is here, and of the modules in the working folder that are imported.
-
-    Raises:
-        ConfigError: such a module holds what may be a secret.
-    """
+    """A zip of the package as it is here, and of the user's own modules. Errors: as ``_own_files``."""
     package = Path(__file__).parent
     files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
     contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}
     metadata = importlib.metadata.distribution("datatrove-ckpt").read_text("METADATA") or ""
     contents[f"datatrove_ckpt-{_version()}.dist-info/METADATA"] = metadata.encode()
-    for path in modules_here():
-        text = path.read_text(encoding="utf-8")
-        if redact(text) != text or is_surely_secret("", text):
-            raise ConfigError(f"{path}: holds what may be a secret, and goes to {package.name}'s zip. Use secrets.")
-        contents[path.name] = text.encode()
+    contents |= _own_files()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in contents.items():
@@ -545,13 +538,26 @@ def _bundle() -> bytes:
     return buffer.getvalue()
 
 
-def modules_here() -> Iterator[Path]:
-    """The files of the imported modules that lie in the working folder; of packages, none."""
-    here = Path.cwd()
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        if path == here / f"{name}.py":
-            yield path
+def _own_files() -> dict[str, bytes]:
+    """
+    Raises:
+        ConfigError: the user's own modules are too large, or one holds what may be a secret.
+    """
+    files = {name: path for module in own_modules().values() for name, path in module.items()}
+    sizes = {path: path.stat().st_size for path in files.values()}
+    if (total := sum(sizes.values())) > _MOST_BYTES:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise ConfigError(
+            f"executor: the imported modules and packages beside the script or in the working folder have "
+            f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The largest file is "
+            f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs need of it, to a URL."
+        )
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    for name, data in contents.items():
+        text = data.decode(errors="replace")
+        if redact(text) != text or is_surely_secret("", text):
+            raise ConfigError(f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use secrets.")
+    return contents
 
 
 @contextmanager

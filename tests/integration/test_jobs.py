@@ -36,11 +36,24 @@ MIRROR_SECONDS = 0.5
 TIMEOUT = 100  # seconds; the drain begins 31 s before its end
 ROLLOUT = """
 import datatrove_ckpt
+from jobs_package import role
+from jobs_space.deep.asks import asked
 
 async def rollout(document, generate):
     assert "/tmp/datatrove-ckpt-" in datatrove_ckpt.__file__, datatrove_ckpt.__file__
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate({"messages": [asked(role(), document)]})
 """
+MODULES = {
+    "jobs_rollout.py": ROLLOUT,
+    "jobs_package/__init__.py": """
+from pathlib import Path
+
+def role():
+    return Path(__file__).with_name("role.txt").read_text()
+""",
+    "jobs_package/role.txt": "user",
+    "jobs_space/deep/asks.py": "def asked(role, document): return {'role': role, 'content': document.text}",
+}
 KEY = "a-key-of-the-endpoint-6f1d0c"
 
 
@@ -54,11 +67,13 @@ def jobs(hub: FakeHub, tmp_path: Path) -> Iterator[Jobs]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "jobs_rollout", raising=False)
+    for name in [name for name in sys.modules if name.startswith("jobs_")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("ENDPOINT_KEY", KEY)
     folder = tmp_path / "here"
-    folder.mkdir()
-    (folder / "jobs_rollout.py").write_text(ROLLOUT)
+    for name, text in MODULES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     monkeypatch.chdir(folder)
     return folder
 

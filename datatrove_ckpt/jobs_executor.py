@@ -101,6 +101,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     pipeline: list[PipelineStep]
     skip_completed: bool
+    sends_own_modules = True  # so a module beside the script is no reason to warn
     # These need the logging_dir only.
     _saved_stats = LocalPipelineExecutor._saved_stats
     _stats_of_complete = LocalPipelineExecutor._stats_of_complete

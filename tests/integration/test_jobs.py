@@ -154,7 +154,7 @@ class Ends:
 
 
 def test_jobs_that_die_are_started_again_with_what_is_left(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str]
 ) -> None:
     ends = Ends(jobs, ["kill", "evict"], 12)
     with FakeServer(ends.answer, delay=ends.delay) as server:
@@ -166,6 +166,7 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert not ends.again["evict"]
         assert "48 of 48 documents" in said.out
         assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
+    assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
         assert KEY.encode() not in data, name
         assert hub.token.encode() not in data, name

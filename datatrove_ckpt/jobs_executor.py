@@ -214,7 +214,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def check(self) -> None:
         """
         Raises:
-            ConfigError: something would be on a job's own disk, or a secret is not set here.
+            ConfigError: something would be on a job's own disk, or a secret is not set here; or see ``_own_files``.
         """
         from datatrove_ckpt.preflight.job_check import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -225,6 +225,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
+        _own_files()
 
     def run_ranks(self) -> None:
         """``run`` without the checks before and after. Errors: as ``run``."""

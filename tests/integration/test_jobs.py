@@ -303,6 +303,10 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
     assert "starts with an empty disk" in said
     assert "output_folder of pipeline[1]" in said
+    Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
+    for name in ("run", "doctor"):
+        assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(name, "job.yaml", code=None)
+    Path("jobs_package/large").unlink()
     monkeypatch.delenv("ENDPOINT_KEY")
     assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
     assert "env: MY_TOKEN: its value may be a secret" in command(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.jobs_executor import _MOST_BYTES, _own_files
+from datatrove_ckpt.process.job_bundle import _MOST_BYTES, own_files
 from datatrove_ckpt.process.own_modules import own_modules
 
 Write = Callable[..., None]
@@ -49,7 +49,7 @@ def test_imported_modules_and_packages_go_along_and_no_environment_or_hidden_fil
     for module in ("own_a", "own_space.deep.d", "own_flat", "json", "pytest", "datatrove_ckpt"):
         importlib.import_module(module)
     assert names() == {*package, *space, "own_flat.py"}
-    assert _own_files().keys() == names()
+    assert own_files().keys() == names()
 
 
 def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
@@ -71,10 +71,10 @@ def test_what_is_too_large_or_secret_is_refused(write: Write) -> None:
     write("own_b/__init__.py", "own_b/small.txt")
     write("own_b/table.bin", content="x" * _MOST_BYTES)
     importlib.import_module("own_b")
-    assert _own_files()["own_b/table.bin"]
+    assert own_files()["own_b/table.bin"]
     write("own_b/small.txt", content="more")
     with pytest.raises(ConfigError, match=r"at most 10 MB go along with the jobs\. The largest .*table\.bin \(10 MB\)"):
-        _own_files()
+        own_files()
     write("own_b/table.bin", content="KEY = 'hf_A1b2C3d4E5f6G7h8'")
     with pytest.raises(ConfigError, match=r"table\.bin: holds what may be a secret"):
-        _own_files()
+        own_files()

@@ -14,6 +14,7 @@ launch, and a job of an earlier one that still waits in a queue would read the w
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import signal

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
+import datatrove_ckpt
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job
@@ -169,6 +170,7 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 48
         assert not ends.again["evict"]
         assert "48 of 48 documents" in said.out
+        assert "will be saved in this bucket" not in said
         assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
     assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
@@ -248,6 +250,9 @@ def test_cancel_of_a_script_and_of_a_run_without_jobs(
         assert "Canceled 1 job. " in command("run", job, "--cancel")
     assert canceled == ["job7", "job7"]
     assert not any("experimental" in line for line in log)
+    monkeypatch.setattr("datatrove_ckpt.JobsPipelineExecutor.run", lambda executor: None)
+    job = {"input": f"{base}/input/*.jsonl", "prompt": "Say {text}", "model": "m", "endpoint": "http://127.0.0.1:1"}
+    assert datatrove_ckpt.run(run_folder=f"{base}/run/", jobs={}, **job) == f"{base}/run/output"
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ def content_of(executor: PipelineExecutor) -> dict[str, Any]:
     plan = RunPlan(executor)
     pipeline = [{"init_args": _settings(step) if isinstance(step, InferenceRunner) else {}} for step in plan.pipeline]
     logging_dir = str(plan.logging_dir.resolve_paths(""))
-    return {"executor": {"init_args": {"tasks": plan.tasks, "logging_dir": logging_dir, "pipeline": pipeline}}}
+    arguments = {"tasks": plan.tasks, "logging_dir": logging_dir, "pipeline": pipeline}
+    return {"executor": {"class_path": plan.name, "init_args": arguments}}
 
 
 def _settings(step: InferenceRunner) -> dict[str, object]:

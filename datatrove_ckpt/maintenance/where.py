@@ -337,7 +337,8 @@ def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
         if name in runner:
             yield name, runner[name]
     for name, value in rollout.items():
-        yield f"rollout_fn.{name}", value
+        if not str(value).startswith("@"):  # a prompt's file that is not here
+            yield f"rollout_fn.{name}", value
 
 
 def _shown(value: Any) -> str:

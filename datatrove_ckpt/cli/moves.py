@@ -208,7 +208,7 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 def _put_in_place(folder: Path, new: NewRun, command: str) -> str:
     new.put_in_place(folder)
     if command:
-        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
+        where = " and ".join(str(one) for one in (new.folder, new.mirror) if one is not None)
         return f"Made {where}. Start the new run: {command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "

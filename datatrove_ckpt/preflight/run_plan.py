@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
@@ -72,6 +72,7 @@ class RunPlan:
         name: of the executor's class.
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
+        as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
         tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
         workers: the limit for tasks that run at once; -1: none.
         depends: the job that comes first.
@@ -85,6 +86,7 @@ class RunPlan:
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
+        self.as_jobs = isinstance(executor, JobsPipelineExecutor)
         self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir

@@ -1,0 +1,65 @@
+"""Commands on a run of Hugging Face Jobs: its checkpoints are in the bucket alone, whatever lies on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from datatrove_ckpt.testing import FakeServer
+from tests.commands import Command
+from tests.hub import FakeHub
+
+BUCKET = "someone/work"
+URL = f"hf://buckets/{BUCKET}"
+ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rows = (json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(ROWS))
+    hub.put(BUCKET, {"input/a.jsonl": "".join(rows).encode()}, kind="bucket")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write(name: str, **changed: Any) -> dict[str, Any]:
+    """A short form of Jobs."""
+    content = {"run_folder": f"{URL}/{name}", "input": f"{URL}/input/*.jsonl", "prompt": "Say {text}", "model": "m"}
+    content |= {"endpoint": "http://127.0.0.1:1", "records_per_chunk": 2, "mirror_seconds": 0.2}
+    content |= {"jobs": {"flavor": "cpu-basic", "poll_interval": 0.1}, **changed}
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return content
+
+
+def begin(command: Command, name: str, code: int = 0, **changed: Any) -> None:
+    """What the run of a file would leave in the bucket, made in this process with a disk that is then gone."""
+    content = write(name, **changed)
+    printed = command("run", f"{name}.yaml", "--print-config").out
+    long = yaml.safe_load(printed)
+    executor, arguments = long["executor"], long["executor"]["init_args"]
+    executor["class_path"] = "LocalPipelineExecutor"
+    for key in [*content["jobs"], "job_name"]:
+        arguments.pop(key, None)
+    arguments["pipeline"][1]["init_args"] |= {
+        "checkpoints_local_dir": "../disk",
+        "checkpoints_remote_dir": f"{URL}/{name}/logs/checkpoints",
+    }
+    Path("../long.yaml").write_text(yaml.safe_dump(long))
+    command("run", "../long.yaml", code=code)
+
+
+def test_fork_makes_a_mirror_and_no_folder_here(here: Path, command: Command) -> None:
+    with FakeServer() as server:
+        begin(command, "w", endpoint=server.url)
+    write("wb", prompt="Tell {text}")
+    said = command("fork", "w.yaml", "wb.yaml")
+    assert f"Made {URL}/wb/logs/checkpoints. Start the new run: datatrove-ckpt run wb.yaml" in said
+    assert {path.name for path in here.iterdir()} == {"w.yaml", "wb.yaml"}
+    assert f"{ROWS} done" in command("status", "w.yaml")
+    assert "0 done" in command("status", "wb.yaml")

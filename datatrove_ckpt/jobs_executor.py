@@ -26,15 +26,13 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import chdir, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import dill  # type: ignore[import-untyped]
-from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
@@ -171,6 +169,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+        from datatrove_ckpt.preflight.run_plan import checkpoints_seen
 
         if RANKS in os.environ:
             return self._run_in_job([int(rank) for rank in os.environ[RANKS].split(",")])
@@ -453,39 +452,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with self.logging_dir.open(name, "wb") as file:
                 file.write(data)
         self.save_executor_as_json()
-
-
-@contextmanager
-def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str]]:
-    """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
-
-    Yields what puts the mirrors' names into a text.
-    """
-    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
-
-    names: dict[str, str] = {}
-
-    def said(text: str) -> str:
-        for folder, url in names.items():
-            text = text.replace(folder, url)
-        return text
-
-    is_jobs = isinstance(executor, DatatroveExecutor)
-    with ExitStack() as stack:
-        if is_jobs:
-            executor._ensure_logging_dir_repo()
-        for step in executor.pipeline if is_jobs else ():
-            if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
-                folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                MirrorReader(url, Path(folder), lambda name, size: not is_journal(name)).refresh()
-                stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
-                step.checkpoints_local_dir = folder
-                names[folder] = url
-        try:
-            yield said
-        except CkptError as error:
-            error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
-            raise
 
 
 def _reached(urls: Iterable[str]) -> Progress:

@@ -159,9 +159,9 @@ def _named(what: str) -> tuple[Place, str | None]:
     return place, place.what
 
 
-def begun_in(root: Path, remote: str | None) -> str | None:
+def begun_in(root: Path | None, remote: str | None) -> str | None:
     """WHAT of a run: its checkpoint folder, or its mirror if no rank is here; None: nothing has started."""
-    if root.is_dir() and layout.rank_numbers(root):
+    if root is not None and root.is_dir() and layout.rank_numbers(root):
         return str(root)
     from datatrove_ckpt.mirror.reading import holds_ranks
 

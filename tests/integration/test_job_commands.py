@@ -30,7 +30,7 @@ def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(name: str, **changed: Any) -> dict[str, Any]:
     """A short form of Jobs."""
-    content = {"run_folder": f"{URL}/{name}", "input": f"{URL}/input/*.jsonl", "prompt": "Say {text}", "model": "m"}
+    content = {"run_folder": f"{URL}/{name}", "input": f"{URL}/input/*.jsonl", "prompt": "Say {text}", "model": "fake"}
     content |= {"endpoint": "http://127.0.0.1:1", "records_per_chunk": 2, "mirror_seconds": 0.2}
     content |= {"jobs": {"flavor": "cpu-basic", "poll_interval": 0.1}, **changed}
     Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
@@ -63,3 +63,28 @@ def test_fork_makes_a_mirror_and_no_folder_here(here: Path, command: Command) ->
     assert {path.name for path in here.iterdir()} == {"w.yaml", "wb.yaml"}
     assert f"{ROWS} done" in command("status", "w.yaml")
     assert "0 done" in command("status", "wb.yaml")
+
+
+def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here: Path, command: Command) -> None:
+    with FakeServer() as server:
+        begin(command, "w", endpoint=server.url)
+        long = yaml.safe_load(Path("../long.yaml").read_text())
+        runner = long["executor"]["init_args"]["pipeline"][1]["init_args"]
+        del runner["checkpoints_remote_dir"]
+        runner |= {"checkpoints_local_dir": "checkpoints"}
+        runner["output_writer"]["init_args"]["output_folder"] = "output"
+        long["executor"]["init_args"]["logging_dir"] = "logs"
+        Path("local.yaml").write_text(yaml.safe_dump(long))
+        command("run", "local.yaml", "--pipeline.0.limit=2")
+        said = command("doctor", "w.yaml")
+        assert "no problem, 1 warning: " in said
+        assert f"{server.url} is this machine, which the jobs cannot reach" in said
+        write("w", endpoint=server.url, tasks=2)
+        assert "tasks: 1 -> 2" in command("doctor", "w.yaml", code=1)
+        Path("here.jsonl").write_text('{"id": "a", "text": "b"}')
+        write("new", endpoint=server.url, input="here.jsonl")
+        assert "a job of Hugging Face starts with an empty disk" in command("doctor", "new.yaml", code=1)
+        content = write("new", model="org/model")
+        del content["endpoint"]
+        Path("new.yaml").write_text(yaml.safe_dump(content))
+        assert "no problem, no warning" in command("doctor", "new.yaml")

@@ -40,9 +40,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
 from datatrove_ckpt.config.paths import default_mirror
-from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
+from datatrove_ckpt.errors import CheckpointLocked, CkptError, ConfigError, DocumentError, InputError, OutputMismatch
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
-from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import task_of_many
@@ -261,6 +261,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         for job in jobs:
             cancel_job(job_id=job.id, namespace=self.namespace, token=self.token)
         return len(jobs)
+
+    def refuse_running(self) -> None:
+        """
+        Raises:
+            CheckpointLocked: jobs of this run work, or wait to.
+        """
+        if jobs := self._alive():
+            raise CheckpointLocked(f"{plural_is(len(jobs), 'job')} at work: {_shown(jobs)}. Cancel: run ... --cancel")
 
     def _leave(self) -> None:
         jobs = self._alive()

@@ -125,8 +125,8 @@ def open_place(
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         place.folder, root = Path(folder), url.rstrip("/")
-        below = default_mirror(logs := f"{root}/logs")
-        for mirror in (url, below) if config is None else (url,):
+        below = "" if config is not None else default_mirror(f"{root}/logs")
+        for mirror in _mirrors(url, below):
             place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
             place.what = place.mirror.url
             place.refresh()
@@ -136,12 +136,21 @@ def open_place(
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it, and "
                 f"none in {below}. Give the URL that checkpoints_remote_dir names, or a run_folder."
-                if config is None
+                if below
                 else _not_begun(place, f"{place.what}, its mirror")
             )
-        if mirror == below:  # WHAT is a run folder
-            place.output, place.logging_dir = f"{root}/output", logs
+        if mirror != url:  # WHAT is a run folder
+            place.output, place.logging_dir = f"{root}/output", f"{root}/logs"
         yield place
+
+
+def _mirrors(url: str, below: str) -> Iterator[str]:
+    """WHAT itself; then, if that is none, the mirror that a run folder has below it."""
+    yield url
+    if below:
+        from datatrove_ckpt.mirror.reading import newest_mirror
+
+        yield newest_mirror(below)
 
 
 def _named(what: str) -> tuple[Place, str | None]:

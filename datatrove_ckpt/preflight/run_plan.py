@@ -173,16 +173,17 @@ class RunPlan:
 
 
 @contextmanager
-def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
+def checkpoints_seen(
+    executor: PipelineExecutor, dry_run: bool = False, copy: Callable[[str, Path], None] | None = None
+) -> Iterator[Callable[[str], str]]:
     """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
 
     Yields what puts the mirrors' names into a text.
 
     Args:
         dry_run: make no repository for the logs.
+        copy: copies a mirror into a folder; None: what shows how far it is.
     """
-    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
-
     names: dict[str, str] = {}
 
     def said(text: str) -> str:
@@ -200,7 +201,7 @@ def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Itera
         for step in executor.pipeline if is_jobs else ():
             if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
                 folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                MirrorReader(url, Path(folder), lambda name, size: not is_journal(name)).refresh()
+                (copy or _copy)(url, Path(folder))
                 stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
                 step.checkpoints_local_dir = folder
                 names[folder] = url
@@ -209,3 +210,9 @@ def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Itera
         except CkptError as error:
             error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
             raise
+
+
+def _copy(url: str, folder: Path) -> None:
+    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
+
+    MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

@@ -85,8 +85,7 @@ class Look:
 def examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     look = Look(plan := RunPlan(executor))
-    yield from about("pipeline", _check_steps(plan))
-    yield from about("executor", _check_jobs(executor))
+    yield from about("pipeline", _check_steps(executor, plan))
     yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
@@ -117,14 +116,10 @@ def _check_earlier(executor: PipelineExecutor, plan: RunPlan, unreachable: Seque
             yield replace(found, message=said(found.message))
 
 
-def _check_jobs(executor: PipelineExecutor) -> Iterator[Finding]:
-    """What ``JobsPipelineExecutor`` refuses before it starts a job."""
-    getattr(executor, "check", lambda: None)()
-    yield from ()
-
-
-def _check_steps(plan: RunPlan) -> Iterator[Finding]:
+def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
     check_steps(plan)
+    if hasattr(executor, "check"):  # a JobsPipelineExecutor
+        executor.check()
     yield from ()
 
 

@@ -25,17 +25,14 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, chdir, contextmanager, redirect_stdout, suppress
+from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
 import orjson
-from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
@@ -43,9 +40,17 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
 from datatrove_ckpt.config.paths import default_mirror
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, InputError, OutputMismatch
+from datatrove_ckpt.errors import (
+    CheckpointLocked,
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    DocumentError,
+    InputError,
+    OutputMismatch,
+)
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
-from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.job_bundle import bundle, own_files, required, version
@@ -185,6 +190,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+        from datatrove_ckpt.preflight.run_plan import checkpoints_seen
 
         if job_launch.RANKS in os.environ:
             return self._run_in_job([int(rank) for rank in os.environ[job_launch.RANKS].split(",")])
@@ -307,6 +313,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run it again."
             )
         return len(jobs)
+
+    def refuse_running(self) -> None:
+        """
+        Raises:
+            CheckpointLocked: jobs of this run work, or wait to.
+        """
+        if jobs := self._alive():
+            raise CheckpointLocked(f"{plural_is(len(jobs), 'job')} at work: {_shown(jobs)}. Cancel: run ... --cancel")
 
     def _leave(self) -> None:
         jobs = self._alive()
@@ -587,39 +601,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with self.logging_dir.open(name, "wb") as file:
                 file.write(data)
         self.save_executor_as_json()
-
-
-@contextmanager
-def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str]]:
-    """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
-
-    Yields what puts the mirrors' names into a text.
-    """
-    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
-
-    names: dict[str, str] = {}
-
-    def said(text: str) -> str:
-        for folder, url in names.items():
-            text = text.replace(folder, url)
-        return text
-
-    is_jobs = isinstance(executor, DatatroveExecutor)
-    with ExitStack() as stack:
-        if is_jobs:
-            executor._ensure_logging_dir_repo()
-        for step in executor.pipeline if is_jobs else ():
-            if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
-                folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                MirrorReader(url, Path(folder), lambda name, size: not is_journal(name)).refresh()
-                stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
-                step.checkpoints_local_dir = folder
-                names[folder] = url
-        try:
-            yield said
-        except CkptError as error:
-            error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
-            raise
 
 
 def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:

@@ -43,11 +43,11 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, checkpoints_seen
+from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.inputs import rows_without_document
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.retrying import code_of_rank, hub_refusal

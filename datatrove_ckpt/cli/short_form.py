@@ -188,11 +188,12 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     Args:
         source: where the settings are, for messages.
         only_look: at a run, whose input may be gone or far away. It is not listed, so its reader may have no class.
+            A prompt's file may be missing, too.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
-    content = {name: _text(name, value, source) for name, value in content.items()}
+    content = {name: _text(name, value, source, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
@@ -358,8 +359,8 @@ def _node(class_path: str, **arguments: Any) -> Node:
     return {"class_path": class_path, "init_args": arguments}
 
 
-def _text(name: str, value: Any, source: str) -> Any:
-    """The value of a setting; of a prompt ``@FILE``, the file's text."""
+def _text(name: str, value: Any, source: str, only_look: bool) -> Any:
+    """The value of a setting; of a prompt ``@FILE``, the file's text. Who only looks needs no such file."""
     if name == "input" and isinstance(value, list):
         raise ConfigError(f"{source}: input: takes one path; several files are a pattern, or a folder of them.")
     if not name.endswith("prompt") or value is None:
@@ -372,6 +373,8 @@ def _text(name: str, value: Any, source: str) -> Any:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
+        if only_look:
+            return value
         raise ConfigError(f"{source}: {name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
 
 

@@ -365,6 +365,11 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytes
     found = outputs(Path("runs/x/output"))
     assert len(found) == 1
     assert "3 of 3 documents" in capfd.readouterr().out
+    named = {"prompt": "@prompt.txt", "tasks": 2, "endpoint": server.url}
+    Path("job.yaml").write_text(yaml.safe_dump(JOB | named | {"run_folder": str(Path("runs/x").absolute())}))
+    Path("prompt.txt").unlink()  # as elsewhere: who only looks needs none, and calls it no other run
+    assert main(["verify", "job.yaml"]) == 0
+    assert "no problem" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("inner", ["output", "checkpoints", "logs", "output/more"])

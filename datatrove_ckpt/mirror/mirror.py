@@ -21,6 +21,7 @@ from __future__ import annotations
 import datetime
 import io
 import math
+import os
 import queue
 import threading
 import time
@@ -53,6 +54,7 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
+from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 from datatrove_ckpt.retrying import failure_line
 
@@ -414,6 +416,12 @@ class RemoteMirror:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
             self._failure = failure_line(error)
+            if job_launch.RANKS in os.environ and retrying.http_status(error) in (401, 403):
+                raise StorageFailed(
+                    f"{self.url} refuses this job's token ({retrying.library_line(error)}), and the job's disk goes "
+                    "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "
+                    "started, and run the same command again."
+                ) from error
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."

@@ -200,6 +200,10 @@ class OpenCheckpoint:
         is_known = path == self._folder / COMMITS and self.has_locks
         return dict(self._files.log.commits) if is_known else read_commits(path)
 
+    def check_owner(self) -> None:
+        """See ``Publisher.check``."""
+        self._publisher.check()
+
     @property
     def seconds(self) -> Seconds:
         """What all attempts took until the last commit."""

@@ -91,16 +91,17 @@ class Publisher:
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(_WrittenDocuments(chunk, journal, self._stopping, self._check)) as documents:
+        with closing(_WrittenDocuments(chunk, journal, self._stopping, self.check)) as documents:
             chunk.files = self.write_chunk(chunk.index, documents)
         if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
                 f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        self.placement.wait(chunk.index, WaitingChunk(self._check, partial(self.on_published, chunk), self._fail))
+        self.placement.wait(chunk.index, WaitingChunk(self.check, partial(self.on_published, chunk), self._fail))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what forbids to publish now, above all that another process has taken the rank over. In any thread."""
         self.fence.check(thorough=True)
         self.may_publish(self._stopping)
 

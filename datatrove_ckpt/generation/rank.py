@@ -135,7 +135,7 @@ class _Run:
             say.started()
             if output is not None:
                 checkpoint.on_close = output.stop
-                output.read_commits = checkpoint.read_commits
+                output.read_commits, output.check_owner = checkpoint.read_commits, checkpoint.check_owner
                 with preemption.interruptible():
                     output.prepare()
             shutdown.check()

@@ -253,6 +253,7 @@ def _now() -> str:
 # How long a publication waits for a mirror to say whose it is, and how long that counts.
 _LOOK_SECONDS = 60.0
 _SEEN_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
 # The same once the rank was asked to stop: a preempted job has half a minute for everything.
@@ -326,11 +327,11 @@ class RemoteMirror:
                     "tell it from another job's. Every answer is saved on this node. Correct that (network, "
                     "credentials, room), or remove the setting checkpoints_remote_dir, and run the same command again."
                 )
-        elif not self._wait_for_look(_LOOK_SECONDS if self._answers else _SEEN_SECONDS, stopping):
+        elif not self._wait_for_look(_LOOK_SECONDS, stopping):
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this rank over. Its output "
-                    "is published all the same, until the mirror answers again."
+                    f"waits {_LOOK_SECONDS:g} s each time for an answer, and is published then all the same."
                 )
             self._answers = False
 
@@ -339,13 +340,12 @@ class RemoteMirror:
         look = threading.Event()
         self._looks.append(look)
         self._wake.put(False)
-        until = time.monotonic() + seconds
-        while not look.wait(0.1):
+        for _ in range(math.ceil(seconds / _POLL_SECONDS)):  # by no clock, which runs on while the process is stopped
+            if look.wait(_POLL_SECONDS):
+                return True
             if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
                 raise Stopping
-            if time.monotonic() > until:
-                return False
-        return True
+        return False
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
@@ -400,11 +400,14 @@ class RemoteMirror:
         """
         number, now = len(self._looks), time.monotonic()
         if number and self._uploads is not None and self._uploads.owns_mirror:
-            with suppress(OSError, ConfigError):  # the next upload says so
+            try:
                 self._uploads.list_as_owner()
-                self._seen, self._answers = now, True
-                for _ in range(number):
-                    self._looks.popleft().set()
+            except (OSError, ConfigError) as error:  # the next upload says so
+                if isinstance(error, OSError) and retrying.STORAGE.passes(error):
+                    return
+            self._seen, self._answers = now, True
+            for _ in range(number):
+                self._looks.popleft().set()
 
     def _try_upload(self) -> int:
         """Returns how many intervals to wait before the next upload."""

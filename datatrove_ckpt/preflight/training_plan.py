@@ -80,9 +80,7 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.save_cost <= 0:
-            raise ConfigError(
-                "--save-cost is missing: how long a save stops training, such as 140s. For inference, give CONFIG."
-            )
+            raise ConfigError("--save-cost is missing: how long a save stops training, such as 140s; or give CONFIG.")
         if self.mtbf <= 0:
             raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it.")
         if self.keep and not self.state_size:

@@ -177,6 +177,13 @@ class ObjectStore:
             return []
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
+    def below(self, folder: str) -> list[str]:
+        """The names of all objects in the folder and in those below it."""
+        with file_system_call():
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(folder))
+        return [str(path).removeprefix(f"{self._root}/") for path in found]
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 

@@ -60,8 +60,8 @@ class TrainingCheckpoints:
 
     Args:
         folder: where steps are saved: a disk of each node, or one that nodes share.
-        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which each node's new step is copied, if
-            the copy before has ended. A folder without a step restores from there.
+        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
+            is copied, as soon as the copy before has ended. A folder without a whole step restores from there.
         every_steps: ``maybe_save`` saves at multiples of it.
         every_seconds: ``maybe_save`` saves after so many seconds. "auto": Daly's interval, from the measured pause and
             ``mtbf_seconds``. None: "auto" without ``every_steps``.
@@ -114,8 +114,9 @@ class TrainingCheckpoints:
         self._ranks = Ranks()
         self._steps = Steps(Path(folder).absolute(), remote)
         self._steps.make()
-        self._owner = self._ranks.owner(self._steps.folder)
-        self._is_owner = self._owner == self._ranks.rank
+        owner = self._ranks.owner(self._steps.folder)
+        self._is_owner = owner == self._ranks.rank
+        self._is_shared = not self._ranks.highest([owner])[0]
         if self._is_owner:
             self._steps.clean()
         self.epoch, self.metrics = 0, dict[str, float]()
@@ -155,7 +156,7 @@ class TrainingCheckpoints:
         """
         self._writing.join()
         self._uploading.join()
-        if self._is_owner and self._steps.store is not None and self._manifests:
+        if self._ranks.rank == 0 and self._steps.store is not None and self._manifests:
             self._upload()  # what was saved while another copy was under way, or once more
         if raises and self.failure is not None:
             raise self.failure
@@ -232,12 +233,14 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``.
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own.
         """
         began = time.monotonic()
         for key, state in [*states.items(), ("loader", loader)]:
             if not hasattr(state, "state_dict") and not (key == "loader" and loader is None):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
+        if writer is not None and not self._is_shared:
+            raise ConfigError("save: a writer needs a folder that all nodes share.")
         self._writing.join()
         name = StepName(self._rollbacks, step)
         staging = self._steps.folder / f".saving-{name}"
@@ -298,7 +301,7 @@ class TrainingCheckpoints:
         except Exception as error:
             self._failed(name, error)
             return
-        if self._steps.store is not None and not self._uploading.is_running:
+        if self._ranks.rank == 0 and self._steps.store is not None and not self._uploading.is_running:
             self._uploading.start(self._upload)
 
     def _remove_old(self) -> None:
@@ -325,8 +328,13 @@ class TrainingCheckpoints:
         try:
             self._steps.upload(name)
             self._uploaded = name
-            there = {one: self._steps.remote_manifest(one) for one in self._steps.remote_names()}
-            for one in there.keys() - self._kept(there):
+            there, incomplete = dict[StepName, Manifest](), set[StepName]()
+            for one in self._steps.remote_names():
+                try:
+                    there[one] = self._steps.remote_manifest(one)
+                except CheckpointCorrupt:
+                    incomplete.add(one)
+            for one in incomplete | there.keys() - self._kept(there):
                 self._steps.remove_remote(one)
         except Exception as error:
             assert self._steps.store is not None

@@ -13,7 +13,6 @@ belongs to its number of ranks and workers. States of release 0.1 are of this ki
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,6 +22,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.index import Index, Row, RowSource
@@ -44,7 +44,6 @@ from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 Sharding: TypeAlias = Literal["auto", "files", "rows"]
 
 _UNEVEN = 0.01
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,8 @@ def parse_window(window: int | str) -> Window:
     Raises:
         ConfigError: it is neither.
     """
-    if isinstance(window, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?|)B", window.strip().upper())):
-        number, unit = found.groups()
-        return Window(bytes=max(1, int(float(number) * _UNITS[unit])))
+    if isinstance(window, str) and (size := parse_bytes(window)) is not None:
+        return Window(bytes=max(1, size))
     if isinstance(window, int) and not isinstance(window, bool) and window > 0:
         return Window(rows=window, bytes=None)
     raise ConfigError(f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.')

@@ -184,11 +184,11 @@ class Steps:
         self.finish(name, {}, manifest["metrics"])
 
     def remove_remote(self, name: StepName) -> None:
+        """Removes a step, or what there is of one."""
         assert self.store is not None
-        manifest = self.remote_manifest(name)
         self.store.remove(f"{name}/{_MANIFEST}")
-        for file in manifest["files"]:
-            self.store.remove(f"{name}/{file}")
+        for file in self.store.below(str(name)):
+            self.store.remove(file)
 
 
 def _write(path: Path, content: Any) -> list[Any]:

@@ -294,7 +294,7 @@ def test_files_that_changed_are_named_read_or_not(parquet: SeekingReader, change
 def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() -> None:
     for window, rows, size in ((7, 7, None), ("256MB", None, 256_000_000), ("1.5 GiB", None, 3 * 2**29)):
         assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
-    for window in (0, True, "256", "1TB", 1.5):
+    for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
     for name, value in (("sharding", "blocks"), ("even", "cut"), ("batch", 0)):

@@ -121,9 +121,9 @@ class TrainingCheckpoints:
             self._steps.clean()
         self.epoch, self.metrics = 0, dict[str, float]()
         self.failure: Exception | None = None
-        self._rollbacks, self._writing, self._uploading = 0, _Task(), _Task()
+        self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
         self._snapshot, self._manifests = _Snapshot(), dict[StepName, Manifest]()
-        self._uploaded: StepName | None = None
+        self._copied, self._is_copied = StepName(-1, 0), False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
         self._look_at, self._looked = 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
@@ -178,7 +178,8 @@ class TrainingCheckpoints:
         if step >= self._look_at:
             stops, is_time, seconds = self._look(step)
             due = due or is_time
-            self._look_at = step + max(1, min(1000, int(_LOOK_SECONDS / max(seconds, 1e-6))))
+            if self._ranks.size > 1:
+                self._look_at = step + max(1, min(1000, int(_LOOK_SECONDS / max(seconds, 1e-6))))
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -258,8 +259,7 @@ class TrainingCheckpoints:
             if self._asynchronous:
                 contents = self._snapshot.take(contents)
             self._pause = time.monotonic() - began
-            write = self._writing.start if self._asynchronous else _call
-            write(self._write, name, contents, numbers, self._pause)
+            self._writing.start(self._write, name, contents, numbers, self._pause)
         self._pause = time.monotonic() - began
         self._saved_at = time.monotonic()
 
@@ -305,7 +305,7 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
 
     def _remove_old(self) -> None:
-        kept = self._kept(self._manifests)
+        kept = self._kept(self._manifests) | {self._copied}
         for name in [name for name in self._manifests if name not in kept]:
             self._steps.remove(name)
             del self._manifests[name]
@@ -323,11 +323,12 @@ class TrainingCheckpoints:
     def _upload(self) -> None:
         """Copies the newest step to the remote, and removes what need not stay there."""
         name = max(self._manifests)
-        if self._uploaded == name:
+        if self._copied == name and self._is_copied:
             return
         try:
+            self._copied, self._is_copied = name, False
             self._steps.upload(name)
-            self._uploaded = name
+            self._is_copied = True
             there, incomplete = dict[StepName, Manifest](), set[StepName]()
             for one in self._steps.remote_names():
                 try:
@@ -549,9 +550,10 @@ class LossSpikes:
 
 
 class _Task:
-    """At most one call at a time, in a thread that does not keep the process alive."""
+    """At most one call at a time, in a thread that does not keep the process alive, or at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
 
     @property
@@ -559,16 +561,14 @@ class _Task:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, call: Callable[..., None], *arguments: object) -> None:
+        if not self._asynchronous:
+            return call(*arguments)
         self._thread = threading.Thread(target=call, args=arguments, daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-
-
-def _call(call: Callable[..., None], *arguments: object) -> None:
-    call(*arguments)
 
 
 class _Snapshot:

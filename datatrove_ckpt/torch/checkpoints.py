@@ -561,10 +561,11 @@ class _Task:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, call: Callable[..., None], *arguments: object) -> None:
-        if not self._asynchronous:
-            return call(*arguments)
-        self._thread = threading.Thread(target=call, args=arguments, daemon=True)
-        self._thread.start()
+        if self._asynchronous:
+            self._thread = threading.Thread(target=call, args=arguments, daemon=True)
+            self._thread.start()
+        else:
+            call(*arguments)
 
     def join(self) -> None:
         if self._thread is not None:

@@ -7,6 +7,7 @@
     blocks.py     BlockInput: the input as blocks of rows; block_formats.py: what a format gives
     samples.py    rows of a table as dicts and arrays, and rows taken out of batches
     states.py     states of workers, and of all ranks together
+    seals.py      checksums of states, and files that hold them
     packing.py    Pack: rows of tokens as samples of one length
     mixing.py     Mix: several sources, drawn by weight
     stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch

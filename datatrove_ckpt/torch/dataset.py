@@ -33,6 +33,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.epoch import (
+    STREAM_VERSION,
     Epoch,
     Plan,
     Settings,
@@ -44,8 +45,9 @@ from datatrove_ckpt.torch.epoch import (
 )
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.order import Even, Topology
+from datatrove_ckpt.torch.seals import check_seals, find_states, load_file, sealed
 from datatrove_ckpt.torch.stateful import Handle, Iterations, NoSamples, Shared
-from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, find_states, load_file, merge_states
+from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, is_state, merge_states
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
@@ -243,21 +245,23 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             )
         if self._running is not None:
             self._iterations.check(self)
-            return self._running.state()
+            return sealed(self._running.state())
         if self._next_state is not None:
             return self._next_state
         if self._index is None:
-            return start_state(self.shuffle_seed, self._shared.epoch)
+            return sealed(start_state(self.shuffle_seed, self._shared.epoch))
         order = self.settings.order | {"shares": None}
-        return DatasetState(self._shared.epoch, order, self._index.state).to_json()
+        return sealed(DatasetState(self._shared.epoch, order, self._index.state).to_json())
 
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next iteration resume there: with a state of this rank, or with one of all ranks (``merge``).
 
         Raises:
+            CheckpointCorrupt: the state is damaged.
             CheckpointMismatch: the state was made in another order or of other files, or by another release. That it
                 belongs to another worker is found when the iteration begins.
         """
+        check_seals(state_dict)
         if not is_stream_state(state_dict):
             then = DatasetState.from_json(state_dict)
             if self._index is None:
@@ -267,6 +271,11 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 )
             then.check_order(self.settings.order)
             self._index.check(then.input)
+        elif state_dict.get("version", STREAM_VERSION) != STREAM_VERSION:
+            raise CheckpointMismatch(
+                f"The state is of version {state_dict['version']} of rows that are not counted, and this release reads "
+                f"version {STREAM_VERSION}. Resume with the release that made it."
+            )
         elif state_dict["shuffle_seed"] != self.shuffle_seed:
             raise CheckpointMismatch(
                 f"The state was made with shuffle_seed={state_dict['shuffle_seed']}, and this is {self.shuffle_seed}. "
@@ -351,9 +360,9 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
             "loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
-    if dataset._index is None or not any(list(find_states(state)) for state in loaded):
+    if dataset._index is None or not any(list(find_states(state, is_state)) for state in loaded):
         return _restore_own(loader, loaded)
-    found = [[DatasetState.from_json(one) for one in find_states(state)] for state in loaded]
+    found = [[DatasetState.from_json(one) for one in find_states(state, is_state)] for state in loaded]
     merged = merge_states([one for those in found for one in those])
     finished = [bool(state.get("_iterator_finished")) for state in loaded]
     if merged.ended or all(finished):
@@ -370,7 +379,7 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
 
 def _restore_own(loader: Any, states: list[Any]) -> int:
     """For input that is not counted, and for states of release 0.1: each rank has a state of its own."""
-    counted = next(find_states(states), None)
+    counted = next(find_states(states, is_state), None)
     if counted is not None:
         loader.dataset.load_state_dict(counted)  # which refuses it
     for state in states:

@@ -43,6 +43,8 @@ from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 
 Sharding: TypeAlias = Literal["auto", "files", "rows"]
 
+STREAM_VERSION = 1
+"""Of the states of ``StreamEpoch``. Those without a number are of this one."""
 _UNEVEN = 0.01
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -219,7 +221,7 @@ class StreamEpoch(Iterator[Any]):
 
 def start_state(seed: int | None, epoch: int) -> State:
     """The state before an epoch."""
-    return {"shuffle_seed": seed, "epoch": epoch, "reader": None}
+    return {"version": STREAM_VERSION, "shuffle_seed": seed, "epoch": epoch, "reader": None}
 
 
 def is_stream_state(content: State) -> bool:

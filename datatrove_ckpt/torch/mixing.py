@@ -20,7 +20,8 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.torch.stateful import State, StatefulWrapper, at_epoch
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.stateful import StatefulWrapper, at_epoch
 
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 

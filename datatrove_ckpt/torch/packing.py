@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.torch.stateful import State, StatefulWrapper
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.stateful import StatefulWrapper
 
 Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]

@@ -13,10 +13,12 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import ref
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.seals import check_seals, sealed
 
 if TYPE_CHECKING:
 
@@ -84,9 +86,6 @@ class Iterations:
     def __reduce__(self) -> tuple[type[Iterations], tuple[()]]:
         return Iterations, ()  # copies in workers iterate themselves
 
-
-State: TypeAlias = dict[str, Any]
-"""The state of a wrapper: plain JSON values, if the states of its sources are."""
 
 _VERSION = 1
 _REMEDY = "Restore the setting, or start the epoch again without the state."
@@ -190,15 +189,17 @@ class StatefulWrapper(_Iterable):
         state = running.state()
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
         head |= {"epoch": epoch, "worker": list(worker), "place": place and list(place)}
-        return head | {"finished": running.finished} | state
+        return sealed(head | {"finished": running.finished} | state)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next iteration resume there.
 
         Raises:
+            CheckpointCorrupt: the state is damaged.
             CheckpointMismatch: the state is of another class, version or setting. Differences of the sources, of the
                 epoch and of the workers are found when the iteration begins.
         """
+        check_seals(state_dict)
         name = type(self).__name__
         made_by = state_dict.get("kind"), state_dict.get("version")
         if made_by != (name, _VERSION):

@@ -6,7 +6,7 @@ and what was read before by other topologies (``done``). A merged state has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from loguru import logger
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.seals import find_states, load_file, sealed
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"
@@ -117,11 +118,12 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
     Raises:
         CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of different epochs,
             settings, inputs or steps; or a loader has made it between two of its snapshots.
+        CheckpointCorrupt: a state or file is damaged.
         ConfigError: there is no state of a ``ReaderDataset`` in them.
     """
     loaded = [load_file(state) for state in states]
     check_snapshots(loaded)
-    return merge_states([DatasetState.from_json(one) for one in find_states(loaded)]).to_json()
+    return sealed(merge_states([DatasetState.from_json(one) for one in find_states(loaded, is_state)]).to_json())
 
 
 def gather(state: State, group: Any = None) -> State:
@@ -139,28 +141,8 @@ def gather(state: State, group: Any = None) -> State:
     if not dist.is_available() or not dist.is_initialized():
         return merge([state])
     states: list[State] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(states, list(find_states(state)), group=group)
+    dist.all_gather_object(states, list(find_states(state, is_state)), group=group)
     return merge(states)
-
-
-def load_file(state: State | str | PathLike[str]) -> object:
-    if not isinstance(state, str | PathLike):
-        return state
-    import torch
-
-    return torch.load(state, weights_only=True)
-
-
-def find_states(content: object, is_wanted: Callable[[Any], bool] = is_state) -> Iterator[State]:
-    """The datasets' states in what a loader, or a wrapper around it, has made."""
-    if isinstance(content, dict) and is_wanted(content):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from find_states(value, is_wanted)
-    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        for value in content:
-            yield from find_states(value, is_wanted)
 
 
 def check_snapshots(content: object) -> None:

@@ -39,6 +39,7 @@ from datatrove_ckpt.torch.epoch import (
     Settings,
     Sharding,
     StreamEpoch,
+    check_stream,
     is_stream_state,
     parse_window,
     start_state,
@@ -261,9 +262,17 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             CheckpointMismatch: the state was made in another order or of other files, or by another release. That it
                 belongs to another worker is found when the iteration begins.
         """
-        check_seals(state_dict)
-        if not is_stream_state(state_dict):
-            then = DatasetState.from_json(state_dict)
+        self.check_state(state_dict)
+        self._next_state = state_dict
+        self._running = None
+        self._iterations.forget()
+        self._load_number = -1 if get_worker_info() else self._shared.note_load()
+
+    def check_state(self, state: State) -> None:
+        """Raises what ``load_state_dict`` does, and loads nothing."""
+        check_seals(state)
+        if not is_stream_state(state):
+            then = DatasetState.from_json(state)
             if self._index is None:
                 raise CheckpointMismatch(
                     "The state was made of an input whose rows were counted. Resume with indexed=True and the same "
@@ -271,20 +280,16 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 )
             then.check_order(self.settings.order)
             self._index.check(then.input)
-        elif state_dict.get("version", STREAM_VERSION) != STREAM_VERSION:
+        elif state.get("version", STREAM_VERSION) != STREAM_VERSION:
             raise CheckpointMismatch(
-                f"The state is of version {state_dict['version']} of rows that are not counted, and this release reads "
+                f"The state is of version {state['version']} of rows that are not counted, and this release reads "
                 f"version {STREAM_VERSION}. Resume with the release that made it."
             )
-        elif state_dict["shuffle_seed"] != self.shuffle_seed:
+        elif state["shuffle_seed"] != self.shuffle_seed:
             raise CheckpointMismatch(
-                f"The state was made with shuffle_seed={state_dict['shuffle_seed']}, and this is {self.shuffle_seed}. "
+                f"The state was made with shuffle_seed={state['shuffle_seed']}, and this is {self.shuffle_seed}. "
                 "Use the same, or start without the state."
             )
-        self._next_state = state_dict
-        self._running = None
-        self._iterations.forget()
-        self._load_number = -1 if get_worker_info() else self._shared.note_load()
 
     def _take_state(self, worker: int | None) -> State | None:
         """The state that this iteration resumes from. Each worker takes a state once."""
@@ -351,7 +356,9 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
 
     Raises:
         ConfigError: the loader has no ``ReaderDataset``, or there is no state of one.
-        CheckpointMismatch: see ``merge`` and ``ReaderDataset.load_state_dict``.
+        CheckpointCorrupt: a state or file is damaged.
+        CheckpointMismatch: files, seed or another setting have changed; see ``merge`` and
+            ``ReaderDataset.load_state_dict``.
     """
     dataset = loader.dataset
     if not isinstance(dataset, ReaderDataset):
@@ -367,6 +374,7 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     finished = [bool(state.get("_iterator_finished")) for state in loaded]
     if merged.ended or all(finished):
         return merged.epoch + 1
+    dataset.check_state(merged.to_json())
     if hasattr(loader, "load_state_dict") and not any(finished):
         for state, those in zip(loaded, found, strict=True):
             if _is_own(state, those, dataset, loader.num_workers):
@@ -387,6 +395,9 @@ def _restore_own(loader: Any, states: list[Any]) -> int:
         if those and (len(states) == 1 or those[0].get("slot", [None])[0] == loader.dataset.rank):
             if all(one.get("ended") for one in those):
                 return int(those[0]["epoch"]) + 1
+            for one in those:
+                loader.dataset.check_state(one)
+                check_stream(loader.dataset.reader, one)
             loader.load_state_dict(state)
             return int(those[0]["epoch"])
     raise ConfigError(

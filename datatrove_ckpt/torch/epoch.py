@@ -24,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers.base import checked_state
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.index import Index, Row, RowSource
 from datatrove_ckpt.torch.order import (
@@ -192,9 +193,7 @@ class StreamEpoch(Iterator[Any]):
     ) -> None:
         self.epoch, self._slot, self._seed = epoch, slot, seed
         self._transform = transform
-        self._reader = copy.copy(reader)
-        if seed is not None:
-            self._reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+        self._reader = _of_epoch(reader, seed, epoch)
         index, count = slot.rank * slot.workers + slot.worker, slot.world_size * slot.workers
         position = then and then["reader"]
         if then is not None:
@@ -217,6 +216,22 @@ class StreamEpoch(Iterator[Any]):
         start = start_state(self._seed, self.epoch)
         known = {"slot": list(self._slot), "reader": self._reader.state_dict(), "ended": self._ended}
         return start | known | ({"files": self._files} if self._files else {})
+
+
+def check_stream(reader: SeekingReader, then: State) -> None:
+    """Raises CheckpointMismatch if a state is of other files, or of a reader with other options. Reads no row."""
+    if "files" in then:
+        _files(reader, then["files"])
+    if position := then["reader"]:
+        now = _of_epoch(reader, then["shuffle_seed"], then["epoch"])
+        checked_state(now, position, position.get("shard", []), now._reader_state(0))
+
+
+def _of_epoch(reader: SeekingReader, seed: int | None, epoch: int) -> SeekingReader:
+    reader = copy.copy(reader)
+    if seed is not None:
+        reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+    return reader
 
 
 def start_state(seed: int | None, epoch: int) -> State:

@@ -45,20 +45,16 @@ from datatrove_ckpt.torch.epoch import (
     start_state,
 )
 from datatrove_ckpt.torch.index import Index
+from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
 from datatrove_ckpt.torch.order import Even, Topology
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file, sealed
-from datatrove_ckpt.torch.stateful import Handle, Iterations, NoSamples, Shared
-from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, is_state, merge_states
+from datatrove_ckpt.torch.stateful import Handle, Iterations, Loaded, NoSamples, Shared, StatefulWrapper
+from datatrove_ckpt.torch.states import DatasetState, Slot, is_state
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
 
 Iteration: TypeAlias = Epoch | StreamEpoch | NoSamples
-
-_LOADED_TOO_LATE = (
-    "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
-    "the first epoch, or make a new loader."
-)
 
 
 def text_and_id(document: Document) -> dict[str, str]:
@@ -145,8 +141,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 "IpcReader."
             )
         self._shared = Shared()
-        self._next_state: State | None = None
-        self._load_number = 0
+        self._loaded = Loaded(self._shared)
         self._running: Iteration | None = None
         self._iterations = Iterations()
 
@@ -187,8 +182,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
     def at_epoch(self, epoch: int) -> ReaderDataset:
         """A copy that begins this epoch. Later calls of ``set_epoch`` and ``load_state_dict`` do not reach it."""
         other = copy.copy(self)
-        other._shared, other._load_number = Shared(), 0
-        other._next_state = other._running = None
+        other._shared, other._running = Shared(), None
+        other._loaded = Loaded(other._shared)
         other._iterations = Iterations()
         other.set_epoch(epoch)
         return other
@@ -203,13 +198,11 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
     def _begin(self, number: int | None, workers: int) -> Iteration:
         """``number``: of this worker, or None."""
         slot = Slot(self.rank, self.world_size, number or 0, workers)
-        if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
-            return NoSamples(ConfigError(_LOADED_TOO_LATE))
-        state = self._take_state(number)
         try:
+            state = self._loaded.take(number)
             epoch, is_next = self._epoch_of(state)
             self._check_again(state, epoch, slot)
-        except CheckpointMismatch as error:
+        except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
             return NoSamples(error)  # raised here, it would end the workers only after seconds
@@ -247,8 +240,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         if self._running is not None:
             self._iterations.check(self)
             return sealed(self._running.state())
-        if self._next_state is not None:
-            return self._next_state
+        if self._loaded.state is not None:
+            return self._loaded.state
         if self._index is None:
             return sealed(start_state(self.shuffle_seed, self._shared.epoch))
         order = self.settings.order | {"shares": None}
@@ -263,10 +256,9 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 belongs to another worker is found when the iteration begins.
         """
         self.check_state(state_dict)
-        self._next_state = state_dict
+        self._loaded.put(state_dict)
         self._running = None
         self._iterations.forget()
-        self._load_number = -1 if get_worker_info() else self._shared.note_load()
 
     def check_state(self, state: State) -> None:
         """Raises what ``load_state_dict`` does, and loads nothing."""
@@ -291,15 +283,12 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 "Use the same, or start without the state."
             )
 
-    def _take_state(self, worker: int | None) -> State | None:
-        """The state that this iteration resumes from. Each worker takes a state once."""
-        state = self._next_state
-        if state is None:
-            return None
-        if worker is None or self._load_number < 0:
-            self._next_state = None
-            return state
-        return state if self._shared.take_load(self._load_number, worker) else None
+    def made(self, state: State, workers: int) -> bool:
+        """Whether a worker of this rank made the state, with the number of ranks, ``workers`` and settings of now."""
+        then = DatasetState.from_json(state)
+        made_by = then.slot and (then.slot.rank, then.slot.world_size, then.slot.workers, then.batch, then.even)
+        own = (self.rank, self.world_size, workers, self.settings.batch, self.settings.even)
+        return made_by in (None, own)
 
     def _epoch_of(self, state: State | None) -> tuple[int, bool]:
         """The number of this epoch, and whether it is the one after that of the state, which had ended.
@@ -346,7 +335,8 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
 
     Args:
-        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``. It has not begun yet.
+        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or ``Mix``. It has not begun
+            yet.
         states: ``loader.state_dict()`` of each rank, in any order, or files that ``torch.save`` has made of them; or
             one state that ``gather`` or ``merge`` has made.
 
@@ -355,60 +345,55 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
         had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
 
     Raises:
-        ConfigError: the loader has no ``ReaderDataset``, or there is no state of one.
+        ConfigError: the loader has no such dataset, or there is no state of one.
         CheckpointCorrupt: a state or file is damaged.
         CheckpointMismatch: files, seed or another setting have changed; see ``merge`` and
             ``ReaderDataset.load_state_dict``.
     """
     dataset = loader.dataset
-    if not isinstance(dataset, ReaderDataset):
+    if not isinstance(dataset, ReaderDataset | StatefulWrapper):
         raise ConfigError(
-            f"restore() needs a loader of a ReaderDataset, and this one has a {type(dataset).__name__}. Use "
-            "loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
+            f"restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a {type(dataset).__name__}. "
+            "Use loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
-    if dataset._index is None or not any(list(find_states(state, is_state)) for state in loaded):
+    found = [list(find_states(state, is_ours)) for state in loaded]
+    if isinstance(dataset, ReaderDataset) and (dataset._index is None or not any(found)):
         return _restore_own(loader, loaded)
-    found = [[DatasetState.from_json(one) for one in find_states(state, is_state)] for state in loaded]
-    merged = merge_states([one for those in found for one in those])
-    finished = [bool(state.get("_iterator_finished")) for state in loaded]
-    if merged.ended or all(finished):
-        return merged.epoch + 1
-    dataset.check_state(merged.to_json())
+    merged = merge_all([one for those in found for one in those])
+    epoch, finished = int(merged["epoch"]), [bool(state.get("_iterator_finished")) for state in loaded]
+    if merged.get("ended") or merged.get("finished") or all(finished):
+        return epoch + 1
+    dataset.check_state(merged)
     if hasattr(loader, "load_state_dict") and not any(finished):
+        workers = loader.num_workers
         for state, those in zip(loaded, found, strict=True):
-            if _is_own(state, those, dataset, loader.num_workers):
+            is_of_loader = those and ("_snapshot" if workers else "_num_yielded") in state
+            if is_of_loader and all(dataset.made(one, max(1, workers)) for one in those):
                 loader.load_state_dict(state)  # the same samples follow, in the same batches
-                return merged.epoch
+                return epoch
     check_snapshots(loaded)
-    dataset.load_state_dict(merged.to_json())
-    return merged.epoch
+    dataset.load_state_dict(merged)
+    return epoch
 
 
 def _restore_own(loader: Any, states: list[Any]) -> int:
     """For input that is not counted, and for states of release 0.1: each rank has a state of its own."""
+    dataset = loader.dataset
     counted = next(find_states(states, is_state), None)
     if counted is not None:
-        loader.dataset.load_state_dict(counted)  # which refuses it
+        dataset.check_state(counted)  # which refuses it
     for state in states:
         those = list(find_states(state, is_stream_state))
-        if those and (len(states) == 1 or those[0].get("slot", [None])[0] == loader.dataset.rank):
+        if those and (len(states) == 1 or those[0].get("slot", [None])[0] == dataset.rank):
             if all(one.get("ended") for one in those):
                 return int(those[0]["epoch"]) + 1
             for one in those:
-                loader.dataset.check_state(one)
-                check_stream(loader.dataset.reader, one)
+                dataset.check_state(one)
+                check_stream(dataset.reader, one)
             loader.load_state_dict(state)
             return int(those[0]["epoch"])
     raise ConfigError(
-        f"There is no state of rank {loader.dataset.rank} in the {len(states)} that were given. Give the loaders' "
+        f"There is no state of rank {dataset.rank} in the {len(states)} that were given. Give the loaders' "
         "state_dict() of all ranks."
-    )
-
-
-def _is_own(state: Any, those: list[DatasetState], dataset: Any, workers: int) -> bool:
-    """Whether this rank's loader made the state, with the same topology."""
-    own = (dataset.rank, dataset.world_size, max(1, workers), dataset.settings.batch, dataset.settings.even)
-    return ("_snapshot" if workers else "_num_yielded") in state and all(
-        one.slot and (one.slot.rank, one.slot.world_size, one.slot.workers, one.batch, one.even) == own for one in those
     )

@@ -306,7 +306,7 @@ def test_a_missing_rank_is_named(folder: str) -> None:
     _, states = stopped(folder, 2, 0, 2)
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
         restore(loader(folder), states[:1])
-    with pytest.raises(ConfigError, match=r"needs a loader of a ReaderDataset, and this one has a list"):
+    with pytest.raises(ConfigError, match=r"needs a loader of a ReaderDataset, Pack or Mix, and this one has a list"):
         restore(StatefulDataLoader([1]), states)
 
 

@@ -30,7 +30,7 @@ from loguru import logger
 from torch.utils.data import IterableDataset, get_worker_info
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.epoch import (
     STREAM_VERSION,
@@ -67,7 +67,9 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
 
     Args:
         reader: one of this package's readers. It is copied, and its own state does not change. Its ``skip`` and
-            ``limit`` count rows of the whole input; documents, if the rows are not counted.
+            ``limit`` count rows of the whole input; documents, if the rows are not counted. A
+            ``HuggingFaceDatasetReader`` is read as Arrow files with ``load_from_disk=True``, except values that
+            ``datasets`` makes (images, sound, arrays); of others the rows are not counted.
         rank: the rank of this process in the training.
         world_size: the number of processes in the training.
         shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the
@@ -91,7 +93,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         indexed: False: do not count the rows of the input; see ``StreamEpoch``.
 
     Raises:
-        ConfigError: the reader cannot seek, or an argument is not allowed.
+        ConfigError: the reader cannot seek or not shuffle by ``shuffle_seed``, or an argument is not allowed.
         InputError: a file of the input is damaged.
     """
 
@@ -126,14 +128,22 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
         if arrays and (columns is None or batch_size is None):
             raise ConfigError("arrays=True needs columns and batch_size.")
-        seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
+        saved = reader.saved_files() if indexed and isinstance(reader, HuggingFaceDatasetReader) else None
+        self._files_reader = files = saved or reader
+        seed = files.shuffle_seed if shuffle_seed is None else shuffle_seed
         batch = 1 if batch_size is None else batch_size
         self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch)
         self._index: Index | None = None
-        if indexed and isinstance(reader, JsonlReader | ParquetReader | IpcReader):
+        if indexed and isinstance(files, JsonlReader | ParquetReader | IpcReader):
             self._index = Index(self._plain_reader)
             if self.settings.seed is not None or arrays:  # rows of several files come together
                 self._index.blocks.unify(columns)
+        elif shuffle_seed is not None and isinstance(reader, HuggingFaceDatasetReader):
+            raise ConfigError(
+                f"shuffle_seed={shuffle_seed}: the rows of this HuggingFaceDatasetReader are not counted, so that it "
+                "cannot shuffle by a seed. Leave it out, or save the dataset with save_to_disk, and read it with "
+                "load_from_disk=True."
+            )
         elif even is not None or columns is not None:
             raise ConfigError(
                 f"even and columns need the number of rows, and those of {type(reader).__name__} are not counted"
@@ -148,7 +158,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
     @cached_property
     def _plain_reader(self) -> SeekingReader:
         """The reader, without a shuffle of its own: the order is that of the epoch."""
-        reader = copy.copy(self.reader)
+        reader = copy.copy(self._files_reader)
         reader.shuffle_seed = None
         return reader
 

@@ -46,7 +46,7 @@ from datatrove_ckpt.torch.epoch import (
 )
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
-from datatrove_ckpt.torch.order import Even, Topology
+from datatrove_ckpt.torch.order import OPEN_BLOCKS, Even, Topology
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file, sealed
 from datatrove_ckpt.torch.stateful import Handle, Iterations, Loaded, NoSamples, Shared, StatefulWrapper
 from datatrove_ckpt.torch.states import DatasetState, Slot, is_state
@@ -138,6 +138,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             self._index = Index(self._plain_reader)
             if self.settings.seed is not None or arrays:  # rows of several files come together
                 self._index.blocks.unify(columns)
+            self._warn_of_small_window(shuffle_window)
         elif shuffle_seed is not None and isinstance(reader, HuggingFaceDatasetReader):
             raise ConfigError(
                 f"shuffle_seed={shuffle_seed}: the rows of this HuggingFaceDatasetReader are not counted, so that it "
@@ -161,6 +162,18 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         reader = copy.copy(self._files_reader)
         reader.shuffle_seed = None
         return reader
+
+    def _warn_of_small_window(self, given: int | str) -> None:
+        mean = (
+            0.0 if self._index is None or self.settings.seed is None else self._index.table.mean(self.settings.window)
+        )
+        if self.settings.window.limit < 2 * mean and self.rank == 0:
+            unit = "rows" if self.settings.window.rows else "bytes"
+            logger.warning(
+                f"shuffle_window={given!r} is less than two row groups or other parts of a file, which have "
+                f"{mean:.0f} {unit} each: rows of different parts hardly mix. Make it at least "
+                f"{OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller row groups."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # For workers that are not forked. They iterate themselves.

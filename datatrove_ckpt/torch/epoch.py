@@ -24,7 +24,6 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.readers.base import checked_state
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.index import Index, Row, RowSource
 from datatrove_ckpt.torch.order import (
@@ -222,9 +221,8 @@ def check_stream(reader: SeekingReader, then: State) -> None:
     """Raises CheckpointMismatch if a state is of other files, or of a reader with other options. Reads no row."""
     if "files" in then:
         _files(reader, then["files"])
-    if position := then["reader"]:
-        now = _of_epoch(reader, then["shuffle_seed"], then["epoch"])
-        checked_state(now, position, position.get("shard", []), now._reader_state(0))
+    if (position := then["reader"]) and "shard" in position:
+        _of_epoch(reader, then["shuffle_seed"], then["epoch"]).check_shard(position)
 
 
 def _of_epoch(reader: SeekingReader, seed: int | None, epoch: int) -> SeekingReader:

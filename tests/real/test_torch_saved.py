@@ -132,3 +132,24 @@ def test_a_state_of_rows_that_were_not_counted_is_continued(saved: str) -> None:
     assert read + [one["text"] for one in now] == TEXTS
     now.set_epoch(1)
     assert len(list(now)) == len(now) == COUNT
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_restore_refuses_another_dataset_at_once_if_its_rows_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def make() -> Any:
+        files = {"data_files": str(tmp_path / "*.jsonl"), "split": "train"}
+        one = ReaderDataset(HuggingFaceDatasetReader("json", files, streaming))
+        return StatefulDataLoader(one, batch_size=2)
+
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "a{number}"}}\n' for number in range(9)))
+    saving = make()
+    next(iter(saving))
+    state = saving.state_dict()
+    restore(make(), [state])
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "b{number}"}}\n' for number in range(9)))
+    with pytest.raises(CheckpointMismatch, match=r"has changed"):
+        restore(make(), [state])

@@ -3,7 +3,8 @@
     the package on the job's machine    a zip of this very code, beside ``executor.pik`` (``process/job_launch.py``)
     a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
     a job reaches its timeout           its rank drains before; SIGTERM drains, too
-    a job dies                          what its ranks have left is started again, as long as they advance
+    a job dies                          what its ranks have left is started again, as long as they advance; not those
+                                        that would fail alike: they leave a note (``failures``)
     the coordinator ends                jobs go on; the next run of the same command waits for them
 
 What a job is to do stands in its own environment. datatrove's list of ranks in ``logging_dir`` is rewritten at each
@@ -21,19 +22,22 @@ import signal
 import sys
 import threading
 import time
+import uuid
 import warnings
 import zipfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
+import orjson
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.io import DataFolderLike
@@ -42,19 +46,18 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
 from datatrove_ckpt.config.paths import default_mirror
-from datatrove_ckpt.errors import CkptError, ConfigError, DocumentError, InputError, OutputMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, InputError, OutputMismatch
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.pool_signals import usual_handler
-from datatrove_ckpt.process.task_errors import task_of_many
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, may_name_secret, redact
-from datatrove_ckpt.retrying import READING, failure_line
+from datatrove_ckpt.process.task_errors import own_error, task_of_many
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
+from datatrove_ckpt.retrying import OPENING, READING, code_of_rank, failure_line, http_status
 from datatrove_ckpt.runner import InferenceRunner
 
-RANKS = "DATATROVE_CKPT_JOB_RANKS"
-"""The variable with a job's ranks."""
 _LABEL = "datatrove_ckpt_run"
+_SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
 _ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
@@ -62,8 +65,10 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
 _SAME = ("datatrove", "dill", "huggingface_hub")
 _MOST_SHOWN = 5
-_ONLY_THIS_RANK = (DocumentError, InputError, OutputMismatch)
+_LOOKS = 4  # for the markers of a job that has completed
+_ALL_RANKS, _THIS_RANK = 2, 3  # codes of ``code_of_rank``
 
+T = TypeVar("T")
 Progress = tuple[int, int, int]
 """Of a rank: bytes of commits, of journals and of saved answers. It only grows; later ones are dropped by earlier."""
 
@@ -74,6 +79,8 @@ class _Job:
     Attributes:
         reached: what the mirror had of each rank when the job was submitted.
         retries: launches before this one, in turn, in which no rank advanced.
+        launch: names the file in which the job notes why its ranks failed.
+        settings: of what the job was started with; see ``_settings``.
     """
 
     id: str
@@ -81,6 +88,8 @@ class _Job:
     ranks: list[int]
     reached: dict[int, Progress]
     retries: int = 0
+    launch: str = ""
+    settings: str = ""
 
 
 class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -144,9 +153,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         if depends is not None and not isinstance(depends, DatatroveExecutor):
             raise ConfigError(f"depends: must be a JobsPipelineExecutor; it is a {type(depends).__name__}.")
-        for name in env or ():
-            if may_name_secret(name):
-                raise ConfigError(f"env: {name}: its value may be a secret, and env is kept in files. Use secrets.")
+        for key, name, value in _kept(env=env, labels=labels, dependencies=dependencies, image=image):
+            if (key == "env" and may_name_secret(name)) or is_surely_secret("", value) or redact(value) != value:
+                raise ConfigError(f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use secrets.")
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
@@ -172,8 +181,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 
-        if RANKS in os.environ:
-            return self._run_in_job([int(rank) for rank in os.environ[RANKS].split(",")])
+        if job_launch.RANKS in os.environ:
+            return self._run_in_job([int(rank) for rank in os.environ[job_launch.RANKS].split(",")])
         skip_completed = self.skip_completed
         self.skip_completed = skip_completed and not any(runner.retry_dead_letters for runner in self._runners)
         try:
@@ -193,19 +202,29 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def _run_in_job(self, ranks: Sequence[int]) -> None:
         """Each rank in turn. One whose own documents are wrong does not keep the others from running."""
         pipeline, failure = self.pipeline, None
+        failures: dict[str, tuple[int, str]] = {}
         try:
             for rank in ranks:
                 self.pipeline = deepcopy(pipeline)
                 try:
                     with task_of_many(len(ranks) > 1), chdir("."):
                         self._run_for_rank(rank)
-                except _ONLY_THIS_RANK as error:
+                except Exception as error:
+                    own = own_error(error) or error
+                    failures[str(rank)] = (code_of_rank(own), log_text(f"{type(own).__name__}: {own}"))
+                    self._note(failures)
+                    if not isinstance(own, DocumentError | InputError | OutputMismatch):
+                        raise
                     failure = failure or error
         finally:
             self.pipeline = pipeline
             _close_servers()
         if failure is not None:
             raise failure
+
+    def _note(self, failures: dict[str, tuple[int, str]]) -> None:
+        with suppress(Exception), self.logging_dir.open(f"failures/{os.environ[job_launch.LAUNCH]}.json", "wb") as file:
+            file.write(orjson.dumps(failures))
 
     # the coordinator -----------------------------------------------------------------------------------------------
 
@@ -229,7 +248,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._run_dependency()
         self._launched = True
         self._ensure_logging_dir_repo()
-        running = self._alive()
+        running = self._running()
         taken = {rank for job in running for rank in job.ranks}
         ranks = [rank for rank in self._left(range(self.tasks), self.skip_completed) if rank not in taken]
         if running:
@@ -255,12 +274,27 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were."""
+        """Cancels the jobs of this run. Returns how many there were. Another process that waits for them starts none.
+
+        Raises:
+            CkptError: some could not be canceled; the message names them.
+        """
         from huggingface_hub import cancel_job
 
-        jobs = self._alive()
+        jobs, left, why = self._alive(), [], ""
         for job in jobs:
-            cancel_job(job_id=job.id, namespace=self.namespace, token=self.token)
+            try:
+                OPENING.run(
+                    partial(cancel_job, job_id=job.id, namespace=self.namespace, token=self.token),
+                    f"Job {job.url} could not be canceled",
+                )
+            except Exception as error:
+                left.append(job)
+                why = failure_line(error)
+        if left:
+            raise CkptError(
+                f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run it again."
+            )
         return len(jobs)
 
     def _leave(self) -> None:
@@ -268,7 +302,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if not jobs:
             return
         if self.cancel_on_interrupt:
-            logger.warning(f"Canceled {plural(self.cancel(), 'job')}: {_shown(jobs)}.")
+            try:
+                logger.warning(f"Canceled {plural(self.cancel(), 'job')}: {_shown(jobs)}.")
+            except CkptError as error:
+                logger.error(str(error))
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: add "
@@ -290,7 +327,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _work_through(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> list[tuple[_Job, str]]:
         """Keeps at most ``workers`` jobs running until nothing is left. Returns those that were given up, and why."""
-        failed: list[tuple[_Job, str]] = []
+        failed, looks = list[tuple[_Job, str]](), Counter[str]()
         while running or waiting:
             self._fill(running, waiting)
             time.sleep(self.poll_interval)
@@ -298,26 +335,80 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 stage = self._stage(job)
                 if stage not in _ENDED:
                     continue
-                running.remove(job)
                 left = self._left(job.ranks)
-                if not left:
+                if left and stage == "COMPLETED" and looks[job.id] < _LOOKS:  # the list of markers may be old
+                    looks[job.id] += 1
+                    continue
+                running.remove(job)
+                if left:
+                    failed += self._again(job, stage, left, waiting)
+                else:
                     logger.info(f"Job {job.url} has completed its {plural(len(job.ranks), 'task')}.")
-                    continue
-                now = self._progress(left)
-                advanced = len(left) < len(job.ranks) or any(now[rank] > job.reached[rank] for rank in left)
-                retries = 0 if advanced else job.retries + 1
-                what = f"Job {job.url} ended as {stage}, with {plural(len(left), 'task')} left"
-                if stage == "CANCELED" or retries > self.max_retries:
-                    why = "canceled" if stage == "CANCELED" else f"{plural(retries, 'start')} in turn without progress"
-                    logger.error(f"{what}: {why}.")
-                    failed.append((_Job(job.id, job.url, left, {}), f"{stage}, {why}"))
-                    continue
-                again = "" if advanced else f", without progress: {retries} of {self.max_retries}"
-                logger.warning(f"{what}. They start again{again}.")
-                waiting.append((left, retries))
         return failed
 
+    def _running(self) -> list[_Job]:
+        """The jobs of an earlier start.
+
+        Raises:
+            CheckpointMismatch: they work with other settings.
+        """
+        running = self._alive()
+        others = [job for job in running if job.settings not in ("", self._settings)]
+        if others:
+            raise CheckpointMismatch(
+                f"{plural(len(others), 'job')} of an earlier start still run, with other settings, rollout code or "
+                f"package: {_shown(others)}. Wait for them with what they were started with, or cancel them "
+                "(--cancel), and run this again."
+            )
+        return running
+
+    def _again(
+        self, job: _Job, stage: str, left: list[int], waiting: deque[tuple[list[int], int]]
+    ) -> Iterator[tuple[_Job, str]]:
+        """Lets what a job has left start again, if that may help. Yields what is given up, and why."""
+        now, notes = self._progress(left), self._failures(job)
+        advanced = len(left) < len(job.ranks) or any(now[rank] > job.reached[rank] for rank in left)
+        retries = 0 if advanced else job.retries + 1
+        said = next((notes[rank][1] for rank in left if rank in notes), "")
+        what = f"Job {job.url} ended as {stage}, with {plural(len(left), 'task')} left{f' ({said})' * bool(said)}"
+        hopeless = [rank for rank in left if notes.get(rank, (0, ""))[0] == _THIS_RANK]
+        why = ""
+        if stage == "CANCELED" or any(code == _ALL_RANKS for code, _ in notes.values()):
+            why = "canceled" if stage == "CANCELED" else "no other start would help"
+            for ranks, _ in waiting:
+                yield _Job("", "not started", ranks, {}), f"after that of {job.id}"
+            waiting.clear()
+        elif retries > self.max_retries:
+            why = f"{plural(retries, 'start')} in turn without progress"
+        elif hopeless:
+            logger.error(f"{what}: tasks {', '.join(map(str, hopeless))} would fail again.")
+            for rank in hopeless:
+                yield _Job(job.id, job.url, [rank], {}), notes[rank][1]
+            left = [rank for rank in left if rank not in hopeless]
+        if why:
+            logger.error(f"{what}: {why}.")
+            yield _Job(job.id, job.url, left, {}), said or f"{stage}, {why}"
+        elif left and all(code == 128 + signal.SIGTERM for code, _ in notes.values()) and notes:
+            logger.info(f"Job {job.url} drained before its end, with {plural(len(left), 'task')} left. They go on.")
+            waiting.append((left, retries))
+        elif left:
+            again = "" if advanced or hopeless else f", without progress: {retries} of {self.max_retries}"
+            logger.warning(f"{what}. They start again{again}.")
+            waiting.append((left, retries))
+
+    def _failures(self, job: _Job) -> dict[int, tuple[int, str]]:
+        """By rank the exit code and the error, as the job has noted them."""
+        path = f"failures/{job.launch}.json"
+        try:
+            with self.logging_dir.open(path, "rb") as file:
+                return {int(rank): (code, text) for rank, (code, text) in orjson.loads(file.read()).items()}
+        except Exception:  # there is none: a job that is killed notes nothing
+            return {}
+
     def _fill(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
+        """Starts jobs as long as they may; what another coordinator has started meanwhile is waited for instead."""
+        if waiting and (self.workers == -1 or len(running) < self.workers):
+            self._adopt(running, waiting)
         while waiting and (self.workers == -1 or len(running) < self.workers):
             ranks, retries = waiting[0]
             try:
@@ -330,23 +421,26 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                         "this run go on. Correct that and run the same command again."
                     ) from error
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
-                self._find_started(running, waiting)
-                return
+                return  # if only the answer was lost, the job is found in the list
             waiting.popleft()
 
-    def _find_started(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
-        """The answer to a submission may have been lost, and its job may run."""
+    def _adopt(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
         known = {job.id for job in running}
-        for job in self._alive():
-            if job.id not in known and waiting and job.ranks == waiting[0][0]:
-                running.append(job)
-                waiting.popleft()
+        found = [job for job in self._alive() if job.id not in known]
+        taken = {rank for job in found for rank in job.ranks}
+        batches = [([rank for rank in ranks if rank not in taken], retries) for ranks, retries in waiting]
+        running += [job for job in found if any(rank in ranks for ranks, _ in waiting for rank in job.ranks)]
+        waiting.clear()
+        waiting.extend(batch for batch in batches if batch[0])
 
     def _submit(self, ranks: list[int], retries: int) -> _Job:
         from huggingface_hub import run_uv_job
 
-        reached = self._progress(ranks)
+        reached, launch = self._progress(ranks), uuid.uuid4().hex
         env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
+        own = {job_launch.RANKS: ",".join(map(str, ranks)), job_launch.LAUNCH: launch}
+        own |= {_SETTINGS: self._settings}
+        own[job_launch.TIMEOUT] = f"{self._seconds():g}"
         labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
         job = run_uv_job(
             job_launch.__file__,
@@ -354,7 +448,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             dependencies=self.dependencies,
             python=self.python,
             image=self.image,
-            env=env | {RANKS: ",".join(map(str, ranks)), job_launch.TIMEOUT: f"{self._seconds():g}"},
+            env=env | own,
             secrets=self._secrets(),
             flavor=self.flavor,
             timeout=self.timeout,
@@ -363,32 +457,48 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             token=self.token,
         )
         logger.info(f"Started job {job.url} for {plural(len(ranks), 'task')}, from {ranks[0]} on.")
-        return _Job(job.id, job.url, ranks, reached, retries)
+        return _Job(job.id, job.url, ranks, reached, retries, launch)
 
     def _alive(self) -> list[_Job]:
         """The jobs of this run that wait or run, whoever has started them."""
         from huggingface_hub import list_jobs
 
+        labels, whose = {_LABEL: self._label}, {"namespace": self.namespace, "token": self.token}
+        jobs = self._asked("The jobs cannot be listed", lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)])
         found = []
-        for job in list_jobs(
-            status=[*_ALIVE], labels={_LABEL: self._label}, namespace=self.namespace, token=self.token
-        ):
-            ranks = [int(rank) for rank in (job.environment or {}).get(RANKS, "").split(",") if rank]
-            found.append(_Job(job.id, job.url, ranks, self._progress(ranks)))
+        for job in jobs:
+            env = job.environment or {}
+            ranks = [int(rank) for rank in env.get(job_launch.RANKS, "").split(",") if rank]
+            launch, settings = env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, "")
+            found.append(_Job(job.id, job.url, ranks, self._progress(ranks), launch=launch, settings=settings))
         return found
 
     def _stage(self, job: _Job) -> str:
         from huggingface_hub import inspect_job
 
-        try:
+        def ask() -> str:
             return str(inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage)
-        except Exception as error:
-            if getattr(getattr(error, "response", None), "status_code", None) == 404:
+
+        try:
+            return self._asked(f"Job {job.url} cannot be looked at", ask)
+        except CkptError as error:
+            if http_status(error.__cause__) == 404:
                 return "DELETED"
-            if not READING.passes(error):
-                raise CkptError(f"Job {job.url} cannot be looked at: {failure_line(error)}.") from error
-            logger.warning(f"Job {job.url} could not be looked at ({failure_line(error)}). Tried again.")
-            return "UNKNOWN"
+            raise
+
+    def _asked(self, what: str, call: Callable[[], T]) -> T:
+        """The answer of the hub, which is asked again as long as it may come.
+
+        Raises:
+            CkptError: it does not come.
+        """
+        try:
+            return READING.run(call, what)
+        except Exception as error:
+            advice = " Log in (hf auth login)." * (http_status(error) in (401, 403))
+            raise CkptError(
+                f"{what}: {failure_line(error)}.{advice} The jobs that run go on: the same command waits for them."
+            ) from error
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
         self.logging_dir.fs.invalidate_cache()  # jobs write there
@@ -411,6 +521,17 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     @property
     def _label(self) -> str:
         return hashlib.sha256(self._folder.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _settings(self) -> str:
+        """Of all that decides about the output, and of the code."""
+        inputs = [
+            (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
+            for step in self.pipeline
+            if hasattr(step, "data_folder")
+        ]
+        content = [inputs, [runner.identity(self.tasks).kept for runner in self._runners]]
+        return hashlib.sha256(orjson.dumps(content, default=str) + _bundle()).hexdigest()[:16]
 
     def _seconds(self) -> float:
         """Until a job is killed, from its start."""
@@ -486,6 +607,17 @@ def checkpoints_seen(executor: PipelineExecutor) -> Iterator[Callable[[str], str
         except CkptError as error:
             error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
             raise
+
+
+def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
+    """Key, name and text of each value."""
+    for key, values in settings.items():
+        named = (
+            values.items()
+            if isinstance(values, dict)
+            else enumerate([values] if isinstance(values, str) else values or ())
+        )
+        yield from ((key, str(name), str(value)) for name, value in named)
 
 
 def _reached(urls: Iterable[str]) -> Progress:
@@ -568,15 +700,21 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _of(some: Sequence[_Job], jobs: Sequence[_Job]) -> str:
+    return f"{len(some)} of {plural(len(jobs), 'job')}"
+
+
 def _shown(jobs: Sequence[_Job]) -> str:
     more = f" and {len(jobs) - _MOST_SHOWN} more" if len(jobs) > _MOST_SHOWN else ""
     return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
 
 
 def _failed(failed: Sequence[tuple[_Job, str]], tasks: int, folder: str) -> CkptError:
+    failed = sorted(failed, key=lambda each: each[0].ranks)
     left = sum(len(job.ranks) for job, _ in failed)
     lines = "".join(f"\n  tasks {', '.join(map(str, job.ranks))}: {job.url} ({why})" for job, why in failed)
+    log = f"hf jobs logs {next((job.id for job, _ in failed if job.id), 'ID')}"
     return CkptError(
-        f"{left} of {tasks} tasks are not complete:{lines}\nTheir logs: hf jobs logs {failed[0][0].id}, and "
-        f"{folder}/logs. Run the same command again to resume."
+        f"{left} of {tasks} tasks are not complete:{lines}\n`datatrove-ckpt status` shows each task; their logs: "
+        f"{log}, and {folder}/logs. Run the same command again to resume."
     )

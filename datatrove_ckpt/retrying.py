@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,19 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
-from datatrove_ckpt.errors import causes
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentError,
+    InputError,
+    OutputFailed,
+    OutputMismatch,
+    Preempted,
+    RequestFailed,
+    ServerError,
+    StorageFailed,
+    causes,
+)
 from datatrove_ckpt.formatting import duration, error_text
 from datatrove_ckpt.redaction import frames_cut
 
@@ -386,3 +399,19 @@ HUB_PROBE = replace(HUB, patience=10.0, limited_patience=0.0)  # somebody waits 
 
 # Uploads to a mirror, in upload intervals.
 MIRROR = RetryPolicy(first=1.0, longest=16.0)
+
+
+def code_of_rank(error: BaseException) -> int:
+    """The exit code of a rank that an error stopped: what a scheduler must know, such as Kubernetes' podFailurePolicy.
+
+    2 stops all ranks, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few
+    times.
+    """
+    if isinstance(error, Preempted):  # by a time limit or a notice
+        return 128 + signal.SIGTERM
+    if READING.passes(error):  # the hub, or S3, is away: that may show as ConfigError, or as InputError
+        return 1
+    if isinstance(error, ConfigError | CheckpointMismatch):
+        return 2
+    may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
+    return 3 if isinstance(error, DocumentError | InputError | OutputMismatch) and not may_pass else 1

@@ -34,20 +34,12 @@ from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.verify_repair import repair_before_run
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
-    CheckpointMismatch,
     CkptError,
     ConfigError,
-    DocumentError,
     InputError,
-    OutputFailed,
-    OutputMismatch,
-    Preempted,
-    RequestFailed,
-    ServerError,
     StorageFailed,
     TooManyDeadLetters,
     UnexpectedExit,
-    causes,
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
@@ -58,7 +50,7 @@ from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.retrying import READING
+from datatrove_ckpt.retrying import code_of_rank
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
@@ -155,21 +147,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
 
 
 def exit_code(error: Exception, rank: int | None) -> int:
-    """Of a run that an error stopped. Of one rank: what a scheduler must know, such as podFailurePolicy of Kubernetes.
-
-    2 stops all ranks, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few
-    times. It is all that other runs end with: scripts know it.
-    """
-    if rank is None:
-        return 1
-    if isinstance(error, Preempted):  # by a time limit or a notice
-        return 128 + signal.SIGTERM
-    if READING.passes(error):  # the hub, or S3, is away: that may show as ConfigError, or as InputError
-        return 1
-    if isinstance(error, ConfigError | CheckpointMismatch):
-        return 2
-    may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
-    return 3 if isinstance(error, DocumentError | InputError | OutputMismatch) and not may_pass else 1
+    """Of a run that an error stopped. Of one rank: see ``code_of_rank``. Other runs end with 1: scripts know it."""
+    return 1 if rank is None else code_of_rank(error)
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

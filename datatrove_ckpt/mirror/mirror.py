@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import os
 import queue
 import threading
 import time
@@ -46,6 +47,7 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
+from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 from datatrove_ckpt.retrying import failure_line
 
@@ -330,6 +332,12 @@ class RemoteMirror:
         except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
+            if job_launch.RANKS in os.environ and retrying.http_status(error) in (401, 403):
+                raise StorageFailed(
+                    f"{self.url} refuses this job's token ({failure_line(error)}), and the job's disk goes with it: "
+                    "going on would pay for answers that are lost. Log in (hf auth login) where the run was started, "
+                    "and run the same command again."
+                ) from error
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."

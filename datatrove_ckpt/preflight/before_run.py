@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -32,7 +32,7 @@ from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.readers.inputs import check_reachable
+from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.retrying import failure_line
 
 
@@ -129,7 +129,8 @@ def _check_folders(plan: RunPlan) -> None:
 def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Lists local folders only, and none that another executor has yet to create. A retry does not need its input.
+    Lists local folders, others only before jobs that are paid for, and none that another executor has yet to create. A
+    retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
@@ -144,6 +145,8 @@ def _check_inputs(plan: RunPlan) -> None:
         if not folder.is_local():
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
+            elif plan.name == "JobsPipelineExecutor" and hasattr(step, "glob_pattern") and plan.incomplete():
+                check_listed(f"pipeline[{index}] {type(step).__name__}: data_folder", step)
             continue
         place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
         if not folder.isdir(""):
@@ -155,6 +158,19 @@ def _check_inputs(plan: RunPlan) -> None:
             pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
+
+
+def check_listed(place: str, reader: Any) -> None:
+    """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
+    url, pattern = reader.data_folder.resolve_paths(""), reader.glob_pattern
+    try:
+        names = list_input(reader).names
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
+        ) from error
+    if not names:
+        raise ConfigError(f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}.")
 
 
 def _check_launch(plan: RunPlan) -> None:

@@ -5,6 +5,7 @@ uv installs nothing from hf://. So the zip of the package comes through fsspec, 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -18,6 +19,12 @@ TIMEOUT = "DATATROVE_CKPT_JOB_SECONDS"
 """The variable with the seconds after which the job is killed."""
 END = "DATATROVE_CKPT_JOB_END_TIME"
 """The variable with the time at which the job is killed, since the epoch; see ``slurm_job.py``."""
+
+
+LAUNCH = "DATATROVE_CKPT_JOB_LAUNCH"
+"""The variable that names this launch, and the file for what goes wrong in it."""
+RANKS = "DATATROVE_CKPT_JOB_RANKS"
+"""The variable with the job's ranks."""
 
 
 def main() -> None:
@@ -34,8 +41,14 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     import dill  # type: ignore[import-untyped]
 
-    with fsspec.open(f"{folder}/executor.pik", "rb") as file:
-        executor = dill.load(file)
+    try:
+        with fsspec.open(f"{folder}/executor.pik", "rb") as file:
+            executor = dill.load(file)
+    except ImportError as error:  # no other start would help, and no rank can say it
+        said = [2, f"{error}, in the job: put its package into dependencies, or its module beside the file."]
+        with fsspec.open(f"{folder}/failures/{os.environ[LAUNCH]}.json", "w") as file:
+            json.dump(dict.fromkeys(os.environ[RANKS].split(","), said), file)
+        raise
     executor.run()
 
 

@@ -43,6 +43,8 @@ from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 
 Sharding: TypeAlias = Literal["auto", "files", "rows"]
 
+STREAM_VERSION = 1
+"""Of the states of ``StreamEpoch``. Those without a number are of this one."""
 _UNEVEN = 0.01
 
 
@@ -188,9 +190,7 @@ class StreamEpoch(Iterator[Any]):
     ) -> None:
         self.epoch, self._slot, self._seed = epoch, slot, seed
         self._transform = transform
-        self._reader = copy.copy(reader)
-        if seed is not None:
-            self._reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+        self._reader = _of_epoch(reader, seed, epoch)
         index, count = slot.rank * slot.workers + slot.worker, slot.world_size * slot.workers
         position = then and then["reader"]
         if then is not None:
@@ -215,9 +215,24 @@ class StreamEpoch(Iterator[Any]):
         return start | known | ({"files": self._files} if self._files else {})
 
 
+def check_stream(reader: SeekingReader, then: State) -> None:
+    """Raises CheckpointMismatch if a state is of other files, or of a reader with other options. Reads no row."""
+    if "files" in then:
+        _files(reader, then["files"])
+    if (position := then["reader"]) and "shard" in position:
+        _of_epoch(reader, then["shuffle_seed"], then["epoch"]).check_shard(position)
+
+
+def _of_epoch(reader: SeekingReader, seed: int | None, epoch: int) -> SeekingReader:
+    reader = copy.copy(reader)
+    if seed is not None:
+        reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+    return reader
+
+
 def start_state(seed: int | None, epoch: int) -> State:
     """The state before an epoch."""
-    return {"shuffle_seed": seed, "epoch": epoch, "reader": None}
+    return {"version": STREAM_VERSION, "shuffle_seed": seed, "epoch": epoch, "reader": None}
 
 
 def is_stream_state(content: State) -> bool:

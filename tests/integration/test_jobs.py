@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ from typing import Any
 import pytest
 import yaml
 
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.jobs import Job, Jobs
+from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 BUCKET = "someone/runs"
@@ -210,6 +213,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command
 ) -> None:
@@ -227,18 +231,19 @@ def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
 
     seen: list[str] = []
     with FakeServer(answer, delay=slow) as server:
-        write_job(hub, server.url, 1, 20)
+        write_job(hub, server.url, 2, 20, workers=1)
         watch = threading.Thread(target=look)
         watch.start()
         said = command("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", code=1)
         watch.join()
     assert "tasks 0: " in said.error
-    assert jobs.all[0].id in said.error
+    (job,) = jobs.all
+    assert f"tasks 1: not started (after that of {job.id})" in said.error
     assert "canceled" in said.error
     assert "hf jobs logs" in said.error
     assert "Run the same command again" in said.error
     for status in seen[:2]:
-        assert "1 rank (1 running)" in status, status
+        assert "1 running" in status, status
         assert "% of the input" in status, status
     assert "Canceled 1 job" in seen[2]
 
@@ -250,19 +255,133 @@ def main_in_a_process(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_go_on_is_given_up_after_max_retries_and_named(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+@pytest.mark.parametrize(
+    ("refused", "code", "started", "why"),
+    [
+        ("document 0 0", 400, [[0, 1]], "(DocumentFailed: "),  # rank 1 goes on, and rank 0 would fail again
+        ("", 403, [[0, 1], [0, 1]], "(ServerRefused: "),  # that may pass
+    ],
+)
+def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_named(
+    hub: FakeHub,
+    jobs: Jobs,
+    here: Path,
+    command: Command,
+    refused: str,
+    code: int,
+    started: list[list[int]],
+    why: str,
 ) -> None:
     def status(payload: dict[str, Any], times: int) -> int | None:
-        return 400 if payload["messages"][-1]["content"] == "document 0 0" else None
+        return code if payload["messages"][-1]["content"].startswith(refused) else None
 
     with FakeServer(answer, status=status) as server:
-        write_job(hub, server.url, 2, 3, tasks_per_job=2, max_retries=1)
+        write_job(hub, server.url, 2, 12, tasks_per_job=2, max_retries=1)
         said = command("run", "job.yaml", code=1)
-    # The first job completed rank 1 although rank 0 failed; the others made no progress.
-    assert [job.ranks for job in jobs.all] == [[0, 1], [0], [0]]
-    assert said.error.startswith("error: 1 of 2 tasks are not complete:\n  tasks 0: ")
+    assert [job.ranks for job in jobs.all] == started
+    assert said.error.startswith(f"error: {len(started)} of 2 tasks are not complete:\n  tasks 0")
     assert jobs.all[-1].id in said.error
+    assert why in said.error
+    assert "datatrove-ckpt status" in said.error
+
+
+@pytest.mark.slow
+def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_loses(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    def expires(payload: dict[str, Any], times: int) -> str:
+        if server.asked.total() == 12:
+            hub.tokens[hub.token].expired = True
+        return answer(payload, times)
+
+    with FakeServer(expires, delay=lambda payload, times: 0.05) as server:
+        write_job(hub, server.url, 1, 300)
+        records = "--pipeline.1.records_per_chunk=300"
+        said = command("run", "job.yaml", records, code=1)
+        assert "Log in (hf auth login). The jobs that run go on: the same command waits for them." in said.error
+        until(lambda: not jobs.running)
+        assert "refuses this job's token" in jobs.all[0].log
+        assert server.asked.total() < 150
+        hub.tokens[hub.token].expired = False
+        command("run", "job.yaml", records)
+    assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 300
+
+
+@pytest.mark.slow
+def test_a_module_that_a_job_lacks_is_named_at_once(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = here.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "only_here.py").write_text("")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    (here / "jobs_rollout.py").write_text("import only_here\n" + ROLLOUT)
+    write_job(hub, "http://127.0.0.1:1", 3, 1, workers=1)
+    said = command("run", "job.yaml", code=1)
+    assert len(jobs.all) == 1
+    assert "No module named 'only_here', in the job: put its package into dependencies" in said.error
+    assert "tasks 1: not started (after that of job0000)" in said.error
+
+
+def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExecutor:
+    sys.path.insert(0, str(here))
+    write_job(hub, "http://127.0.0.1:1", 4, 1, tasks_per_job=2, **settings)
+    return build(yaml.safe_load(Path("job.yaml").read_text()))
+
+
+def test_what_another_coordinator_has_started_is_waited_for(
+    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = an_executor(hub, here)
+    theirs = _Job("theirs", "url", [1, 2], {}, settings="other")
+    monkeypatch.setattr(executor, "_alive", lambda: [theirs])
+    running, waiting = list[_Job](), deque([([0, 1], 0), ([2], 1), ([3], 0)])
+    executor._adopt(running, waiting)
+    assert running == [theirs]
+    assert [*waiting] == [([0], 0), ([3], 0)]
+    with pytest.raises(CheckpointMismatch, match="with other settings, rollout code or package: url"):
+        executor._running()
+
+
+def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
+    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, canceled = an_executor(hub, here), []
+
+    def cancel_job(job_id: str, **whose: object) -> None:
+        if job_id == "1":
+            raise PermissionError("not yours")
+        canceled.append(job_id)
+
+    monkeypatch.setattr("huggingface_hub.cancel_job", cancel_job)
+    monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}", [n], {}) for n in range(4)])
+    with pytest.raises(CkptError, match=r"1 of 4 jobs could not be canceled, and go on: url1 \(PermissionError: not"):
+        executor.cancel()
+    assert canceled == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"env": {"DATABASE_URL": "postgres://bob:hunter2pass@host/x"}},
+        {"env": {"NOPE": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
+        {"labels": {"auth": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
+        {"dependencies": ["mine @ git+https://bob:ghp_0123456789abcdefghijABCDEFGHIJ012345@github.com/x/y.git"]},
+    ],
+)
+def test_a_secret_in_a_setting_that_files_keep_is_refused(hub: FakeHub, here: Path, setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=rf"{name}: .*its value may be a secret, and {name} is kept in files"):
+        an_executor(hub, here, **setting)
+
+
+def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+) -> None:
+    write_job(hub, "http://127.0.0.1:1", 1, 1)
+    folder = f"--pipeline.0.data_folder=hf://buckets/{BUCKET}/other"
+    assert f"hf://buckets/{BUCKET}/other" in command("run", "job.yaml", folder, code=2)
+    assert not jobs.all
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.states import DatasetState, Slot, merge
+from datatrove_ckpt.torch.merging import merge
+from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]

@@ -14,17 +14,13 @@ launch, and a job of an earlier one that still waits in a queue would read the w
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import io
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import uuid
 import warnings
-import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +46,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, Do
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process.job_bundle import bundle, own_files, required, version
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import own_error, task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
@@ -63,7 +60,6 @@ _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
-_SAME = ("datatrove", "dill", "huggingface_hub")
 _MOST_SHOWN = 5
 _LOOKS = 4  # for the markers of a job that has completed
 _ALL_RANKS, _THIS_RANK = 2, 3  # codes of ``code_of_rank``
@@ -109,6 +105,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     pipeline: list[PipelineStep]
     skip_completed: bool
+    sends_own_modules = True  # so a module beside the script is no reason to warn
     # These need the logging_dir only.
     _saved_stats = LocalPipelineExecutor._saved_stats
     _stats_of_complete = LocalPipelineExecutor._stats_of_complete
@@ -148,7 +145,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self.cancel_on_interrupt = cancel_on_interrupt
         configs = [config for runner in self._runners for config in runner.models.values()]
         engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
-        self.dependencies = [*_required("hub", *engines), *(dependencies or ())]
+        self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         if depends is not None and not isinstance(depends, DatatroveExecutor):
@@ -231,7 +228,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def check(self) -> None:
         """
         Raises:
-            ConfigError: something would be on a job's own disk, or a secret is not set here.
+            ConfigError: something would be on a job's own disk, or a secret is not set here; or see ``own_files``.
         """
         from datatrove_ckpt.preflight.job_check import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -242,6 +239,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
+        own_files()
 
     def run_ranks(self) -> None:
         """``run`` without the checks before and after. Errors: as ``run``."""
@@ -531,7 +529,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             if hasattr(step, "data_folder")
         ]
         content = [inputs, [runner.identity(self.tasks).kept for runner in self._runners]]
-        return hashlib.sha256(orjson.dumps(content, default=str) + _bundle()).hexdigest()[:16]
+        return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
 
     def _seconds(self) -> float:
         """Until a job is killed, from its start."""
@@ -562,8 +560,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _upload(self) -> None:
         """The package and the executor; a job of an earlier launch that starts now reads the same run."""
-        content = _bundle()
-        self._bundle_name = f"datatrove_ckpt-{_version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+        content = bundle()
+        self._bundle_name = f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone
@@ -631,59 +629,6 @@ def _reached(urls: Iterable[str]) -> Progress:
         journals += sum(size for name, size in sizes.items() if is_journal(name))
         answers += sum(part.size for part in manifest.answers)
     return commits, journals, answers
-
-
-def _version() -> str:
-    return importlib.metadata.version("datatrove-ckpt")
-
-
-def _required(*extras: str) -> list[str]:
-    """What the package requires, with these extras. What reads and writes pickles has the versions of this machine.
-
-    Raises:
-        ConfigError: the client of the hub is missing here.
-    """
-    found = []
-    for one in importlib.metadata.requires("datatrove-ckpt") or []:
-        extra = re.search(r"extra == ['\"](\w+)", one)
-        if extra is None or extra[1] in extras:
-            found.append(one.partition(";")[0].strip() if extra else one)
-    try:
-        return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError("JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'") from error
-
-
-def _bundle() -> bytes:
-    """A zip of the package as it is here, and of the modules in the working folder that are imported.
-
-    Raises:
-        ConfigError: such a module holds what may be a secret.
-    """
-    package = Path(__file__).parent
-    files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
-    contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}
-    metadata = importlib.metadata.distribution("datatrove-ckpt").read_text("METADATA") or ""
-    contents[f"datatrove_ckpt-{_version()}.dist-info/METADATA"] = metadata.encode()
-    for path in modules_here():
-        text = path.read_text(encoding="utf-8")
-        if redact(text) != text or is_surely_secret("", text):
-            raise ConfigError(f"{path}: holds what may be a secret, and goes to {package.name}'s zip. Use secrets.")
-        contents[path.name] = text.encode()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in contents.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
-
-
-def modules_here() -> Iterator[Path]:
-    """The files of the imported modules that lie in the working folder; of packages, none."""
-    here = Path.cwd()
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        if path == here / f"{name}.py":
-            yield path
 
 
 @contextmanager

@@ -38,9 +38,12 @@ class Pod:
         self._folder = folder
         for name in ("home", "tmp", "work", "config"):
             (folder / name).mkdir(parents=True)
-        for name, text in files.items():
-            (folder / "config" / name).write_text(text)
         spec = job["spec"]["template"]["spec"]
+        config = spec["volumes"][0]["configMap"]
+        items = config.get("items") or [{"key": name, "path": name} for name in files]
+        for path, key in ((folder / "config" / item["path"], item["key"]) for item in items):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[key])
         self.grace = spec["terminationGracePeriodSeconds"]
         (container,) = spec["containers"]
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}

@@ -1,7 +1,7 @@
 """``datatrove-ckpt k8s``: a job as a ConfigMap and an Indexed Job of Kubernetes, for ``kubectl apply -f -``.
 
     index of the Job    a rank: its pods run ``run job.yaml --rank INDEX``
-    ConfigMap           the job's file in the long form, and the modules beside it that it imports
+    ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold no /: pa..roll.py
     emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a volume
     podFailurePolicy    what follows from the exit codes of ``run --rank`` (``cli/execution.py``)
 
@@ -25,9 +25,9 @@ from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.jobs_executor import modules_here
 from datatrove_ckpt.preflight.job_check import lost_with_disk
 from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.process.own_modules import own_modules
 from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _SECTION = "kubernetes"
@@ -38,6 +38,7 @@ _TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
 _MOST_BYTES = 200_000
 _MOST_TASKS = 100_000  # of a Job with backoffLimitPerIndex
+_KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_LENGTH = 63
 
@@ -72,7 +73,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     _refuse_lost(plan, job)
     metadata = {"name": _name(job, source, plan.tasks)}
     metadata |= {} if job.namespace is None else {"namespace": job.namespace}
-    config_map, manifest = _config_map(content, plan, metadata), _job(plan, job, metadata)
+    config_map = _config_map(content, plan, metadata)
+    manifest = _job(plan, job, config_map)
     _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
     say(f"{dump(config_map)}---\n{dump(manifest)}".rstrip())
     return 0
@@ -141,7 +143,7 @@ def _name(job: KubernetesJob, source: str, tasks: int) -> str:
 
 
 def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
-    """With the job's file, and the modules in this folder that building it has imported.
+    """With the job's file, and the user's own modules that building it has imported, as far as there is room.
 
     Raises:
         ConfigError: the file is too large.
@@ -150,14 +152,27 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
     data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
     if left < 0:
         raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
-    for path in sorted(modules_here()):
-        if (size := path.stat().st_size) <= left:
-            data[path.name], left = path.read_text(encoding="utf-8"), left - size
-    for runner in plan.runners:
-        module = getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
-        if module not in ("datatrove", "datatrove_ckpt") and f"{module}.py" not in data:
+    wanted = {getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0] for runner in plan.runners}
+    modules = own_modules()
+    for module in sorted({*modules, *wanted} - {"datatrove", "datatrove_ckpt"}):
+        texts = _texts(modules.get(module, {}), left)
+        left -= sum(len(text.encode()) for text in texts.values())
+        data |= texts
+        if not texts:
             print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
+    """By key of a ConfigMap; none if they have more bytes, or one is no text, or its name cannot be a key."""
+    keys = {name: name.replace("/", "..") for name in files}
+    fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
+    if not fit or sum(path.stat().st_size for path in files.values()) > most:
+        return {}
+    try:
+        return {keys[name]: path.read_bytes().decode() for name, path in files.items()}
+    except UnicodeDecodeError:
+        return {}
 
 
 def _refuse_secrets(*texts: tuple[str, object]) -> None:
@@ -173,10 +188,13 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
             )
 
 
-def _job(plan: RunPlan, job: KubernetesJob, metadata: Node) -> Node:
+def _job(plan: RunPlan, job: KubernetesJob, config_map: Node) -> Node:
+    metadata, files = config_map["metadata"], {"name": config_map["metadata"]["name"]}
+    if any(".." in key for key in config_map["data"]):  # of packages
+        files["items"] = [{"key": key, "path": key.replace("..", "/")} for key in config_map["data"]]
     here = str(Path.cwd()) if job.is_kept(str(Path.cwd())) else _WORK
     mounts = [{"name": "job", "mountPath": _CONFIG, "readOnly": True}, {"name": "work", "mountPath": _WORK}]
-    volumes: list[Node] = [{"name": "job", "configMap": {"name": metadata["name"]}}, {"name": "work", "emptyDir": {}}]
+    volumes: list[Node] = [{"name": "job", "configMap": files}, {"name": "work", "emptyDir": {}}]
     for index, (claim, path) in enumerate((job.volumes or {}).items()):
         mounts.append({"name": f"claim-{index}", "mountPath": path})
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})

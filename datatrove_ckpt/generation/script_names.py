@@ -36,6 +36,7 @@ from loguru import logger
 from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
 from datatrove_ckpt.generation.syntax import loaded_names
+from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
 
 _collecting = threading.local()
@@ -98,20 +99,26 @@ def restore(names: ScriptNames) -> None:
             )
 
 
-def say_missing(*things: object) -> None:
-    """Logs which modules of the job only this script finds: Python puts a script's folder on its path."""
+def say_missing(*things: object, sent: bool) -> None:
+    """Logs which modules of the job only this script finds: Python puts a script's folder on its path.
+
+    Args:
+        sent: ``own_modules`` go along with the tasks.
+    """
+    along = {*own_modules(), "datatrove", "datatrove_ckpt"} if sent else set()
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
-    for name in sorted(tops):
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-        if not places and getattr(spec, "has_location", False):  # else it is built in
-            places = [getattr(spec, "origin", None) or ""]
-        if not places:
+    for name in sorted(tops - along):
+        if not (places := places_of(name)):
             continue
-        folder = Path(places[0]).resolve().parent
-        if paths and folder == paths[0] and folder not in paths[1:]:
+        folder = places[0].resolve().parent
+        if sent and not is_installed(places[0]):
+            logger.warning(
+                f"The rollout uses the module {name} of {folder}, and jobs lack it unless `dependencies` installs it: "
+                "what lies in the working folder or beside the script goes along."
+            )
+        elif not sent and paths and folder == paths[0] and folder not in paths[1:]:
             logger.warning(
                 f"The rollout uses the module {name} of {folder}, which is on the path of this script alone. The tasks "
                 f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or install the module."

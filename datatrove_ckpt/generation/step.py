@@ -208,7 +208,7 @@ class Step(PipelineStep):
             type(outer) for outer in memo.values() if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
         }
         if kinds:
-            self._check_submission()
+            self._check_submission(any(hasattr(kind, "sends_own_modules") for kind in kinds))
         if JobsPipelineExecutor in kinds:
             logger.warning(
                 "datatrove's JobsPipelineExecutor: its jobs have this package only if dependencies names a release, "
@@ -219,12 +219,12 @@ class Step(PipelineStep):
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
-    def _check_submission(self) -> None:
+    def _check_submission(self, sent: bool) -> None:
         """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come before that."""
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)
-        script_names.say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()))
+        script_names.say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()), sent=sent)
 
 
 # Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is, with its secrets.

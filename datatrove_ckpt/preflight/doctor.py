@@ -81,7 +81,7 @@ class Look:
 def examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     look = Look(plan := RunPlan(executor))
-    yield from about("pipeline", _check_steps(plan))
+    yield from about("pipeline", _check_steps(executor, plan))
     yield from about("logging_dir", check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
@@ -105,8 +105,10 @@ def examine(executor: PipelineExecutor) -> Iterator[Finding]:
     yield from about("job", (_compared(*each) for each in earlier))
 
 
-def _check_steps(plan: RunPlan) -> Iterator[Finding]:
+def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
     check_steps(plan)
+    if hasattr(executor, "check"):  # a JobsPipelineExecutor
+        executor.check()
     yield from ()
 
 

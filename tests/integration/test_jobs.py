@@ -39,11 +39,24 @@ MIRROR_SECONDS = 0.5
 TIMEOUT = 100  # seconds; the drain begins 31 s before its end
 ROLLOUT = """
 import datatrove_ckpt
+from jobs_package import role
+from jobs_space.deep.asks import asked
 
 async def rollout(document, generate):
     assert "/tmp/datatrove-ckpt-" in datatrove_ckpt.__file__, datatrove_ckpt.__file__
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate({"messages": [asked(role(), document)]})
 """
+MODULES = {
+    "jobs_rollout.py": ROLLOUT,
+    "jobs_package/__init__.py": """
+from pathlib import Path
+
+def role():
+    return Path(__file__).with_name("role.txt").read_text()
+""",
+    "jobs_package/role.txt": "user",
+    "jobs_space/deep/asks.py": "def asked(role, document): return {'role': role, 'content': document.text}",
+}
 KEY = "a-key-of-the-endpoint-6f1d0c"
 
 
@@ -57,11 +70,13 @@ def jobs(hub: FakeHub, tmp_path: Path) -> Iterator[Jobs]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "jobs_rollout", raising=False)
+    for name in [name for name in sys.modules if name.startswith("jobs_")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("ENDPOINT_KEY", KEY)
     folder = tmp_path / "here"
-    folder.mkdir()
-    (folder / "jobs_rollout.py").write_text(ROLLOUT)
+    for name, text in MODULES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     monkeypatch.chdir(folder)
     return folder
 
@@ -142,7 +157,7 @@ class Ends:
 
 
 def test_jobs_that_die_are_started_again_with_what_is_left(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str]
 ) -> None:
     ends = Ends(jobs, ["kill", "evict"], 12)
     with FakeServer(ends.answer, delay=ends.delay) as server:
@@ -154,6 +169,7 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert not ends.again["evict"]
         assert "48 of 48 documents" in said.out
         assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
+    assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
         assert KEY.encode() not in data, name
         assert hub.token.encode() not in data, name
@@ -406,6 +422,10 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
     assert "starts with an empty disk" in said
     assert "output_folder of pipeline[1]" in said
+    Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
+    for name in ("run", "doctor"):
+        assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(name, "job.yaml", code=None)
+    Path("jobs_package/large").unlink()
     monkeypatch.delenv("ENDPOINT_KEY")
     assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
     assert "env: MY_TOKEN: its value may be a secret" in command(

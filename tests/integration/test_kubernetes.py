@@ -46,7 +46,8 @@ class Job:
         self.bucket, here = folder / "bucket", folder / "here"
         here.mkdir()
         write_tasks(self.bucket, RANKS, documents)
-        (here / "k8s_rollout.py").write_text(ROLLOUT)
+        (here / "k8s_rollout").mkdir()
+        (here / "k8s_rollout/__init__.py").write_text(ROLLOUT)
         config = f"{ENDPOINT.replace('URL', url)}, max_concurrent_generations: {IN_FLIGHT}"
         config += ", server_patience_seconds: 0.2"
         text = job_yaml(config, RANKS, "BUCKET/input", "BUCKET/output", "k8s_rollout.rollout")

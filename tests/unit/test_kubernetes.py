@@ -123,15 +123,38 @@ def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
 def test_modules_beside_the_file_go_along_and_others_are_named(command: Command) -> None:
     Path("k8s_mine.py").write_text("import k8s_helper\nasync def rollout(document, generate): ...\n")
     Path("k8s_helper.py").write_text("# é\n")
-    Path("k8s_package").mkdir()
-    Path("k8s_package/__init__.py").write_text("async def rollout(document, generate): ...\n")
     on_volume("k8s_mine.rollout")
     printed = command("k8s", "job.yaml")
     assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_mine.py", "k8s_helper.py"}
     assert manifests(printed)[0]["data"]["k8s_helper.py"] == "# é\n"
     assert not printed.err
-    on_volume("k8s_package.rollout")
-    assert "k8s_package: is not in the ConfigMap: it must be in the image." in command("k8s", "job.yaml").err
+    assert "items" not in pod_of(printed)["volumes"][0]["configMap"]
+    Path("elsewhere").mkdir()
+    Path("elsewhere/k8s_away.py").write_text("async def rollout(document, generate): ...\n")
+    sys.path.append("elsewhere")
+    on_volume("k8s_away.rollout")
+    assert "k8s_away: is not in the ConfigMap: it must be in the image." in command("k8s", "job.yaml").err
+
+
+def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -> None:
+    for name in ("k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("é")
+    Path("k8s_package/deep/x.py").write_text("import k8s_odd\nasync def rollout(document, generate): ...\n")
+    Path("k8s_odd/__init__.py").write_text("")
+    on_volume("k8s_package.deep.x.rollout")
+    printed = command("k8s", "job.yaml")
+    assert not printed.err
+    data = manifests(printed)[0]["data"]
+    items = {one["path"]: data[one["key"]] for one in pod_of(printed)["volumes"][0]["configMap"]["items"]}
+    assert items.keys() == {"job.yaml", "k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"}
+    assert items["k8s_odd/prompt.txt"] == "é"
+    for name, content in (("prompt.txt", b"\xff"), ("prompt.txt", b"much" * 60_000), ("a prompt", b""), ("a..b", b"")):
+        Path("k8s_odd", name).write_bytes(content)
+        printed = command("k8s", "job.yaml")
+        assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_package..deep..x.py"}
+        assert printed.err == "k8s_odd: is not in the ConfigMap: it must be in the image.\n"
+        Path("k8s_odd", name).unlink()
 
 
 def test_a_large_module_must_be_in_the_image(command: Command) -> None:

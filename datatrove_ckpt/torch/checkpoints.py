@@ -451,17 +451,18 @@ class TrainingCheckpoints:
 
     def _load_input(self, loader: Any, found: list[Any]) -> None:
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
+        from datatrove_ckpt.torch.stateful import StatefulWrapper
 
         if all(state is None for state in found):
             raise ConfigError("The step was saved without a loader.")
-        if isinstance(getattr(loader, "dataset", None), ReaderDataset):
+        if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
             self.epoch = restore(loader, found)
         elif len(found) == self._ranks.size:
             loader.load_state_dict(found[self._ranks.rank])
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
-                "ReaderDataset goes on with another number."
+                "ReaderDataset, Pack or Mix goes on with another number."
             )
 
     # roll back ----------------------------------------------------------------------------------------------------

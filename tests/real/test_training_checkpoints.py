@@ -115,15 +115,15 @@ def trained(documents: str, folder: Path, steps: int = 25, **settings: Any) -> d
 
 
 @pytest.mark.parametrize(
-    ("remote", "torn"),
+    ("remote", "torn", "every"),
     [
-        (False, True),
-        (True, False),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in [(False,) * 2, (True,) * 2]),
+        (False, True, 4),
+        (True, False, 4),
+        *(pytest.param(remote, torn, 1, marks=pytest.mark.full) for remote in (False, True) for torn in (False, True)),
     ],
 )
 def test_a_crash_at_every_effect_changes_no_loss(
-    documents: str, tmp_path: Path, ram: Path, remote: bool, torn: bool
+    documents: str, tmp_path: Path, ram: Path, remote: bool, torn: bool, every: int
 ) -> None:
     folder = ram / "run"
     settings = {"remote": str(folder / "remote")} if remote else {}
@@ -143,16 +143,16 @@ def test_a_crash_at_every_effect_changes_no_loss(
         left = {path.name for path in Path(folder, "steps").iterdir() if path.name.startswith("step-")}
         assert "step-00000008" in left, disk.crashed_at
         assert len(left) <= 3, disk.crashed_at  # the newest, the best, one that is not removed yet
-        number += 1
-    assert len(crashes) > 50
-    assert {crash.split()[0] for crash in crashes} >= {"rename", "write", "sync", "remove_tree"}
+        number += every
+    assert len(crashes) > 50 / every
+    assert {crash.split()[0] for crash in crashes} >= {"write", "sync"}
 
 
 def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
 def test_every_damaged_byte_is_found_and_the_step_before_is_used(
     documents: str, tmp_path: Path, log: list[str], every: int
 ) -> None:
@@ -173,7 +173,7 @@ def test_every_damaged_byte_is_found_and_the_step_before_is_used(
             path.unlink() if damage is None else path.write_bytes(damage)
             assert checkpoints(folder).restore_latest(**Training(documents).states) == 20, (path, damage)
         path.write_bytes(whole)
-    assert places > 300
+    assert places > 150
     assert checkpoints(folder).restore_latest(**Training(documents).states) == 24
 
 
@@ -521,7 +521,7 @@ def ranks() -> Ranks:
     return Ranks(free_port)
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_random_instants_two_ranks_see_the_same_losses(
     documents: str, tmp_path: Path, ranks: Ranks, kills: int
 ) -> None:

@@ -123,7 +123,7 @@ class TrainingCheckpoints:
         self.failure: Exception | None = None
         self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
         self._snapshot, self._manifests = _Snapshot(), dict[StepName, Manifest]()
-        self._copied, self._is_copied = StepName(-1, 0), False
+        self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
         self._look_at, self._looked = 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
@@ -297,7 +297,13 @@ class TrainingCheckpoints:
             seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
             self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
             self.failure = None
+            if self._only_plain and not self._is_plain:
+                self._steps.check_plain(name)
+                self._is_plain = True
             self._remove_old()
+        except ConfigError as error:
+            self.failure = error
+            logger.error(str(error))
         except Exception as error:
             self._failed(name, error)
             return

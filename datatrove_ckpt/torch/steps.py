@@ -13,6 +13,7 @@ In the remote the same without staging: the manifest is written last, and remove
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from collections.abc import Iterator
@@ -141,13 +142,28 @@ class Steps:
                 )
                 raise CheckpointCorrupt(f"{path} has {what}.")
 
+    def check_plain(self, name: StepName) -> None:
+        """Raises ConfigError if ``load`` would refuse a file of the step for what it holds."""
+        for file in self.manifest(name)["files"]:
+            path = self.folder / str(name) / file
+            if file.endswith(".pt") and not file.startswith("writer/"):
+                found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+                if found:
+                    raise ConfigError(
+                        f"{path} holds {', '.join(found)}: no restore would take it, as such a file may run any code. "
+                        "Save plain values and tensors, or set only_plain=False."
+                    )
+
     def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
         """What ``torch.save`` wrote, in the host's memory. Call ``check`` before."""
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
-            return torch.load(path, map_location="cpu", weights_only=only_plain)
+            try:
+                return torch.load(path, map_location="cpu", weights_only=only_plain)
+            except pickle.UnpicklingError as error:
+                raise ConfigError(f"{path} holds more than plain values and tensors: set only_plain=False.") from error
 
     # remote -------------------------------------------------------------------------------------------------------
 

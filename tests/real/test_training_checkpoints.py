@@ -199,6 +199,23 @@ def test_what_does_not_fit_is_named(documents: str, tmp_path: Path) -> None:
         checkpoints(tmp_path / "run", keep_last=0)
 
 
+class Custom:
+    def state_dict(self) -> dict[str, object]:
+        return {"path": Path("x")}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert state == {"path": Path("x")}
+
+
+def test_a_state_that_no_restore_would_take_is_named_when_it_is_saved(tmp_path: Path, log: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"holds pathlib\.PosixPath"), checkpoints(tmp_path / "run") as saved:
+        saved.save(1, custom=Custom())
+    assert "custom.pt holds pathlib.PosixPath" in log[0]
+    with pytest.raises(ConfigError, match="set only_plain=False"):
+        checkpoints(tmp_path / "run").restore_latest(custom=Custom())
+    assert checkpoints(tmp_path / "run", only_plain=False).restore_latest(custom=Custom()) == 1
+
+
 # signals ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
@@ -108,7 +109,8 @@ def content_of(executor: PipelineExecutor) -> dict[str, Any]:
     plan = RunPlan(executor)
     pipeline = [{"init_args": _settings(step) if isinstance(step, InferenceRunner) else {}} for step in plan.pipeline]
     logging_dir = str(plan.logging_dir.resolve_paths(""))
-    return {"executor": {"init_args": {"tasks": plan.tasks, "logging_dir": logging_dir, "pipeline": pipeline}}}
+    arguments = {"tasks": plan.tasks, "logging_dir": logging_dir, "pipeline": pipeline}
+    return {"executor": {"class_path": plan.name, "init_args": arguments}}
 
 
 def _settings(step: InferenceRunner) -> dict[str, object]:
@@ -125,7 +127,7 @@ class NewRun:
     """The run to start.
 
     Attributes:
-        folder: its ``checkpoints_local_dir``.
+        folder: its ``checkpoints_local_dir``; None: its tasks run as jobs, so it has a mirror only.
         name: what people call its executor: a YAML file, a script; None: only the folder was given.
         identity: what it will be, if there is an executor.
         mirror: its ``checkpoints_remote_dir``, likewise.
@@ -133,7 +135,7 @@ class NewRun:
         changes: what it has otherwise than the other run, once they were compared.
     """
 
-    folder: Path
+    folder: Path | None
     name: str | None = None
     identity: RunIdentity | None = None
     mirror: str | None = None
@@ -154,7 +156,9 @@ class NewRun:
                 "the file."
             )
         step, logs = kept[0].step, str(plan.logging_dir.resolve_paths(""))
-        return cls(step.checkpoints_root, name, kept[0].identity, step.checkpoints_remote_dir, logs)
+        mirror = step.checkpoints_remote_dir
+        folder = None if plan.as_jobs and mirror else step.checkpoints_root
+        return cls(folder, name, kept[0].identity, mirror, logs)
 
     def compare(self, run: forks.Source, place: Place) -> None:
         """Finds out what is changed.
@@ -190,7 +194,8 @@ class NewRun:
         """Makes what was built in ``folder`` its checkpoint."""
         if self.mirror is not None:
             forks.upload(folder, self.mirror)
-        forks.put_in_place(folder, self.folder)
+        if self.folder is not None:
+            forks.put_in_place(folder, self.folder)
 
 
 @contextmanager
@@ -200,14 +205,15 @@ def forking(named: Place, new: NewRun, keep_answers: bool) -> Iterator[tuple[Pla
     Raises:
         ConfigError, CkptError: see ``NewRun.compare`` and ``maintenance/fork.py``.
     """
-    with restored(named) as place, log_disabled(*NOT_ABOUT_IT):
+    with restored(named) as place, log_disabled(*NOT_ABOUT_IT), TemporaryDirectory(prefix="datatrove-ckpt-") as own:
         source = place.what if place.is_copy else str(place.folder.absolute())
         forks.check_source(place.folder)
         run = forks.Source.read(place.folder, list(read_ranks(place.folder, Want.SETTINGS)))
         new.compare(run, place)
-        forks.check_target(place.folder, new.folder)
+        target = new.folder or Path(own, "fork")
+        forks.check_target(place.folder, target)
         why = run.why_unusable(new.identity) if keep_answers else None
-        with forks.built(place.folder, source, new.folder, why) as (found, folder):
+        with forks.built(place.folder, source, target, why) as (found, folder):
             yield place, run, found, folder
 
 

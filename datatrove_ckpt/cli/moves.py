@@ -25,6 +25,7 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, plural, safe_repr, safe_text
+from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.maintenance import fork as forks
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -208,7 +209,7 @@ def _amount(requests: int, prompt: int, completion: int, arguments: argparse.Nam
 def _put_in_place(folder: Path, new: NewRun, command: str) -> str:
     new.put_in_place(folder)
     if command:
-        where = f"{new.folder} and {new.mirror}" if new.mirror is not None else new.folder
+        where = " and ".join(str(one) for one in (new.folder, new.mirror) if one is not None)
         return f"Made {where}. Start the new run: {command}"
     return (
         f"Made {new.folder}. Start the new run with checkpoints_local_dir: {new.folder}, and with an output_folder and "
@@ -229,14 +230,22 @@ def reshard(arguments: argparse.Namespace) -> int:
     executor = make_executor(arguments.what, arguments.overrides)
     if slurm_submit.submits(executor) and not arguments.dry_run:
         slurm_submit.refuse_queued(executor)
+    if isinstance(executor, JobsPipelineExecutor) and not arguments.dry_run:
+        executor.refuse_running()
     found = deal_out(executor, arguments.tasks, arguments.dry_run)
     for line in _describe_reshard(found, arguments.dry_run):
         say(line)
     if not arguments.dry_run:
-        overrides = [one for one in arguments.overrides if not one.removeprefix("--").startswith("executor.tasks=")]
+        settings = {"executor.tasks": str(found.after)}
+        if found.mirror is not None:
+            index = RunPlan(executor).only_runner("reshard").index
+            settings[f"pipeline.{index}.checkpoints_remote_dir"] = found.mirror
+        overrides = [one for one in arguments.overrides if one.removeprefix("--").partition("=")[0] not in settings]
         again = start_command([arguments.what, *overrides])
-        on = f"Go on with {again} --executor.tasks={found.after}, or set tasks in the file."
-        say(f"Set tasks to {found.after}, and go on with {again}" if is_script(arguments.what) else on)
+        flags = shlex.join(f"--{name}={value}" for name, value in settings.items())
+        named = " and ".join(f"{name.rpartition('.')[2]}: {value}" for name, value in settings.items())
+        on = f"Go on with {again} {flags}, or set {named} in the file."
+        say(f"Set {named}, and go on with {again}" if is_script(arguments.what) else on)
     return 0
 
 

@@ -155,8 +155,9 @@ def repair_before_run(run: RunPlan) -> bool:
     Returns False if the user says no.
     """
     logging_dir = str(run.logging_dir.resolve_paths(""))
-    for step, root in run.kept:
-        if (what := begun_in(root, step.checkpoints_remote_dir)) is None:
+    for runner in run.runners:
+        step = runner.step
+        if (what := begun_in(runner.root, step.checkpoints_remote_dir)) is None:
             continue
         with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
             output = str(step.output_writer.output_folder.resolve_paths(""))

@@ -46,7 +46,6 @@ from datatrove_ckpt.checkpoint.layout import (
     RUN,
     SHARES,
     rank_folder,
-    rank_numbers,
 )
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
@@ -150,18 +149,10 @@ def check_mirror(url: str) -> None:
 
 
 def upload(folder: Path, url: str) -> None:
-    """Uploads what was built: the tasks of the new run may start on other nodes.
+    """Uploads what was built: the tasks of the new run may start on other nodes. Errors: see ``upload_ranks``."""
+    from datatrove_ckpt.mirror.changing import upload_ranks
 
-    Raises:
-        StorageFailed: a rank could not be uploaded.
-    """
-    from datatrove_ckpt.mirror.changing import upload_rank
-    from datatrove_ckpt.mirror.job import upload_shares
-
-    upload_shares(url, folder)  # first: a rank that finds none reads what datatrove deals out
-    for number in rank_numbers(folder):
-        rank = rank_folder(folder, number)
-        upload_rank(f"{url}/{rank.name}", rank)
+    upload_ranks(url, folder)
 
 
 def check_target(source: Path, target: Path) -> None:

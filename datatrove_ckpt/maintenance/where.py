@@ -124,16 +124,33 @@ def open_place(
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
-        place.folder = Path(folder)
-        place.mirror = MirrorReader(url, place.folder, wanted, trusted)
-        place.what = place.mirror.url
-        place.refresh()
-        if not place.mirror.ranks:
+        place.folder, root = Path(folder), url.rstrip("/")
+        below = "" if config is not None else default_mirror(f"{root}/logs")
+        for mirror in _mirrors(url, below):
+            place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
+            place.what = place.mirror.url
+            place.refresh()
+            if place.mirror.ranks:
+                break
+        else:
             raise ConfigError(
-                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it. Give "
-                "the URL that checkpoints_remote_dir names."
+                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it, and "
+                f"none in {below}. Give the URL that checkpoints_remote_dir names, or a run_folder."
+                if below
+                else _not_begun(place, f"{place.what}, its mirror")
             )
+        if mirror != url:  # WHAT is a run folder
+            place.output, place.logging_dir = f"{root}/output", f"{root}/logs"
         yield place
+
+
+def _mirrors(url: str, below: str) -> Iterator[str]:
+    """WHAT itself; then, if that is none, the mirror that a run folder has below it."""
+    yield url
+    if below:
+        from datatrove_ckpt.mirror.reading import newest_mirror
+
+        yield newest_mirror(below)
 
 
 def _named(what: str) -> tuple[Place, str | None]:
@@ -151,9 +168,9 @@ def _named(what: str) -> tuple[Place, str | None]:
     return place, place.what
 
 
-def begun_in(root: Path, remote: str | None) -> str | None:
+def begun_in(root: Path | None, remote: str | None) -> str | None:
     """WHAT of a run: its checkpoint folder, or its mirror if no rank is here; None: nothing has started."""
-    if root.is_dir() and layout.rank_numbers(root):
+    if root is not None and root.is_dir() and layout.rank_numbers(root):
         return str(root)
     from datatrove_ckpt.mirror.reading import holds_ranks
 
@@ -215,22 +232,32 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
 def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | None]:
     executor = _arguments(config.get("executor"))
-    local, remote = _folders(path, executor)
     tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
-    if remote is None and str(config["executor"].get("class_path")).endswith("JobsPipelineExecutor"):
-        remote = default_mirror(str(logging_dir))
+    local, remote = _folders(path, executor, default_mirror(str(logging_dir)) if _runs_as_jobs(config) else None)
     folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
     place = Place(str(local), local or Path(), [path], config=config)
     place.tasks = tasks if isinstance(tasks, int) and is_count(tasks) else 1
     place.logging_dir, place.output = (one if isinstance(one, str) else None for one in (logging_dir, folder))
-    if local is None or (remote is not None and _mirror_has_more(local, remote)):
+    if _runs_as_jobs(config) or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
-        raise ConfigError(
-            f"{path}: nothing has started yet, or not on this node: of {plural(place.tasks, 'task')}, none has a "
-            f"checkpoint in {local}, its checkpoints_local_dir. A submitted job may wait in its queue."
-        )
+        raise ConfigError(_not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node"))
     return place, None
+
+
+def _runs_as_jobs(config: dict[str, Any]) -> bool:
+    """On Hugging Face Jobs, whose disks nobody else sees."""
+    executor = config["executor"]
+    return isinstance(executor, dict) and str(executor.get("class_path")).endswith("JobsPipelineExecutor")
+
+
+def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
+    logs = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
+    hint = logs if _runs_as_jobs(place.config) else ""
+    return (
+        f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, none has a "
+        f"checkpoint in {where}. A submitted job may wait in its queue.{hint}"
+    )
 
 
 def _mirror_has_more(local: Path, remote: str) -> bool:
@@ -246,8 +273,8 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
         raise
 
 
-def _folders(path: str, executor: dict[str, Any]) -> tuple[Path | None, str | None]:
-    """checkpoints_local_dir on this node, None if it cannot be known here; and checkpoints_remote_dir."""
+def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[Path | None, str | None]:
+    """checkpoints_local_dir, None if it cannot be known on this node; and checkpoints_remote_dir, or ``default``."""
     found = _kept_steps(executor)
     if not found:
         raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
@@ -256,7 +283,7 @@ def _folders(path: str, executor: dict[str, Any]) -> tuple[Path | None, str | No
         raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
     ((index, step),) = found.items()
     remote = step.get("checkpoints_remote_dir")
-    remote = remote if isinstance(remote, str) else None
+    remote = remote if isinstance(remote, str) else default
     try:
         return expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]), remote
     except ConfigError:
@@ -319,7 +346,8 @@ def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
         if name in runner:
             yield name, runner[name]
     for name, value in rollout.items():
-        yield f"rollout_fn.{name}", value
+        if not str(value).startswith("@"):  # a prompt's file that is not here
+            yield f"rollout_fn.{name}", value
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Changes the checkpoint of a rank on its mirror: restored into a local folder, and uploaded again.
 
-``repair`` and ``relocate`` do so.
+``repair`` and ``relocate`` do so. ``fork`` and ``reshard`` upload to a new mirror.
+
 The upload is a new version of a new owner. A node that still has the rank's folder sees that the mirror is further, and
 restores it at its next start. A process that still works on the rank stops when it sees the new owner.
 """
@@ -23,11 +24,21 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_shares, upload_shares
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.mirror import Uploads
-from datatrove_ckpt.mirror.reading import unreadable
+from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.reading import rank_names, unreadable
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32
+
+
+def restore_all(url: str, folder: Path) -> None:
+    """Restores all ranks of a mirror, with their retries. Errors: as ``restore_ranks``."""
+    try:
+        names = list(rank_names(ObjectStore(url)))
+    except OSError as error:
+        raise unreadable(url, error) from error
+    restore_ranks(url, names, folder)
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
@@ -72,6 +83,20 @@ def upload_rank(url: str, folder: Path) -> None:
             f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as it was. Correct "
             "that, and run the same command again."
         ) from error
+
+
+def upload_ranks(url: str, root: Path) -> None:
+    """Uploads all ranks of a folder, with their retries, to a mirror that holds none: tasks start on other nodes.
+
+    Raises:
+        StorageFailed: one could not be uploaded.
+    """
+    upload_shares(url, root)  # first: a rank that finds none reads what datatrove deals out
+    roots = [root, *layout.retry_folders(root)]
+    folders = [layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)]
+    for folder in folders:
+        if (folder / layout.RUN).exists():
+            upload_rank(f"{url}/{folder.relative_to(root)}", folder)
 
 
 def upload_finished_ranks(url: str, root: Path) -> None:

@@ -7,10 +7,12 @@ rank, in a folder of their own. A rank that is not finished gets an empty lock f
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
@@ -23,6 +25,8 @@ from datatrove_ckpt.retrying import failure_line
 
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32
+
+_NUMBER = re.compile(r"\.\d+$")
 
 Wanted = Callable[[str, int], bool]
 """Whether a file is needed, by its name and its size in bytes."""
@@ -65,7 +69,7 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
-                names = list(self._rank_names())
+                names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:
                         self.ranks[name] = copied
@@ -73,13 +77,6 @@ class MirrorReader:
                 restore_shares(self.url, self._folder, self._trusted)
         except OSError as error:
             raise unreadable(self.url, error) from error
-
-    def _rank_names(self) -> Iterator[str]:
-        for name in self._store.names():
-            if layout.is_rank(name):
-                yield name
-            elif layout.retry_number(name) is not None:
-                yield from (f"{name}/{rank}" for rank in self._store.names(name) if layout.is_rank(rank))
 
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored, known = Versions(f"{self.url}/{name}"), self.ranks.get(name)
@@ -118,6 +115,27 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
         f"command again.{advice}"
     )
+
+
+def rank_names(store: ObjectStore) -> Iterator[str]:
+    """The folders of all ranks, such as "00000" or "retry-00001/00000"."""
+    for name in store.names():
+        if layout.is_rank(name):
+            yield name
+        elif layout.retry_number(name) is not None:
+            yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
+
+
+def new_mirror(url: str) -> str:
+    """The first place beside a mirror that holds no rank: its URL with .1, .2, ... at the end. Errors: as below."""
+    base = _NUMBER.sub("", url.rstrip("/"))
+    return next(place for number in count(1) if not holds_ranks(place := f"{base}.{number}"))
+
+
+def newest_mirror(url: str) -> str:
+    """The last one that ``reshard`` has made beside a mirror; else the mirror itself. Errors: as below."""
+    number = int(new_mirror(url).rpartition(".")[2]) - 1
+    return f"{url}.{number}" if number else url
 
 
 def holds_ranks(url: str) -> set[str]:

@@ -337,16 +337,21 @@ class OutputCheck:
         if names:
             logger.warning(f"{self._what(names, which)} {stray_advice(len(names))}.")
 
-    def unfinished_files(self, commits: RankCommits, found: FoundFiles) -> list[str]:
-        """The files of chunks that were published, and not committed before a kill."""
-        return sorted(name for _, name in found.by_rank[commits.rank] if self._may_be_committed(commits, name))
+    def unfinished_files(self, commits: RankCommits, found: FoundFiles, any_chunk: bool = False) -> list[str]:
+        """The files of chunks that were published, and not committed before a kill.
 
-    def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
+        Args:
+            any_chunk: also of chunks that the rank's checkpoint does not know, because it is older than its output.
+        """
+        names = sorted(name for _, name in found.by_rank[commits.rank])
+        return [name for name in names if self._may_be_committed(commits, name, any_chunk)]
+
+    def _may_be_committed(self, commits: RankCommits, name: str, any_chunk: bool = False) -> bool:
         match = self._ours.fullmatch(name)
         if match is None:
             return False
         (root, _), chunk_index = rank_and_chunk(match)
-        return (root, chunk_index) in commits.unfinished
+        return (root, chunk_index) in commits.unfinished or (any_chunk and not root)
 
     def _repair(self, found: FoundFiles) -> str:
         """The command that has lost files made again."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import posixpath
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -54,12 +55,15 @@ from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, c
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.runner import InferenceRunner
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
+
+
+_ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
 @dataclass
@@ -97,12 +101,19 @@ def examine(executor: PipelineExecutor) -> Iterator[Finding]:
                 unreachable.append(index)
             yield from found
     yield from about("job", check_workers(plan))
+    yield from about("job", _check_earlier(executor, plan, unreachable))
+
+
+def _check_earlier(executor: PipelineExecutor, plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
     earlier: list[tuple[str, str, Callable[[], object]]] = [
         ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
         ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
         ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
     ]
-    yield from about("job", (_compared(*each) for each in earlier))
+    with checkpoints_seen(executor, dry_run=True) as said:
+        for each in earlier:
+            found = _compared(*each)
+            yield replace(found, message=said(found.message))
 
 
 def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
@@ -117,7 +128,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
     step, remote = runner.step, runner.step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt(look, runner))
     for config in step.models.values():
-        yield from about(f"{place}{config.server_name('server')}", _check_server(step, config))
+        yield from about(f"{place}{config.server_name('server')}", _check_server(look.plan, step, config))
     yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
     for check in (_check_output, _check_writer, _check_space):
         yield from about(f"{place}output", check(look, runner))
@@ -137,8 +148,11 @@ def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     yield from ()
 
 
-def _check_server(step: InferenceRunner, config: InferenceConfig) -> Iterator[Finding]:
+def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig) -> Iterator[Finding]:
     """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
+    if plan.as_jobs and config.server_type != "endpoint":
+        yield Finding("ok", "ready", f"the jobs install {config.server_type}, unless their image has it.")
+        return
     yield (ready := tried("ready", partial(_server_is_ready, config)))
     if config is step.model:
         yield _check_open_files([*step.models.values()])
@@ -146,6 +160,8 @@ def _check_server(step: InferenceRunner, config: InferenceConfig) -> Iterator[Fi
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
         yield from check_endpoints(config)
+    if plan.as_jobs and (here := [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]):
+        yield Finding("warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach.")
 
 
 def _server_is_ready(config: InferenceConfig) -> str:
@@ -156,6 +172,8 @@ def _server_is_ready(config: InferenceConfig) -> str:
 
 
 def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+    if look.plan.as_jobs:
+        return  # each job has a disk of its own
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return

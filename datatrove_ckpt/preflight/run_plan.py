@@ -6,20 +6,25 @@ Which tasks are marked as complete changes while they run, so that alone is aske
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.retrying import file_system_call
+from datatrove_ckpt.retrying import file_system_call, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
+
+_SEEN = "_checkpoints_seen"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class RunnerPlan:
         before: the steps since the runner before it, which passes no documents on.
         tasks: of the job.
         is_local: the tasks run on this machine.
+        is_seen: they do not run as jobs, or a copy of the mirror has taken the place of their checkpoints.
     """
 
     index: int
@@ -38,15 +44,16 @@ class RunnerPlan:
     before: Sequence[PipelineStep]
     tasks: int
     is_local: bool
+    is_seen: bool
 
     @property
     def root(self) -> Path | None:
-        """Its checkpoints on this machine. None: it keeps none, or variables in their folder are set elsewhere only.
+        """Its checkpoints on this machine. None: there are none, or variables in their folder are set elsewhere only.
 
         Raises:
             ConfigError: a variable in it is not set, and the tasks run here.
         """
-        if self.step.checkpoints_local_dir is None:
+        if self.step.checkpoints_local_dir is None or not self.is_seen:
             return None
         try:
             return self.step.checkpoints_root
@@ -72,6 +79,7 @@ class RunPlan:
         name: of the executor's class.
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
+        as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
         tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
         workers: the limit for tasks that run at once; -1: none.
         depends: the job that comes first.
@@ -85,6 +93,7 @@ class RunPlan:
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
+        self.as_jobs = isinstance(executor, JobsPipelineExecutor)
         self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
@@ -98,9 +107,10 @@ class RunPlan:
     def runners(self) -> list[RunnerPlan]:
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
+        is_seen = not self.as_jobs or getattr(self._executor, _SEEN, False)
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local))
+                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen))
                 before = []
             else:
                 before.append(step)
@@ -142,7 +152,8 @@ class RunPlan:
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
         ranks = range(self.tasks) if ranks is None else ranks
-        found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
+        with naming_hub("logging_dir"):  # a run looks there first
+            found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 
     def marker(self, rank: int) -> str:
@@ -160,3 +171,49 @@ class RunPlan:
             found = self.logging_dir.find("completions", detail=True)
         times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
         return {name: time for name, time in times.items() if time is not None}
+
+
+@contextmanager
+def checkpoints_seen(
+    executor: PipelineExecutor, dry_run: bool = False, copy: Callable[[str, Path], None] | None = None
+) -> Iterator[Callable[[str], str]]:
+    """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
+
+    Yields what puts the mirrors' names into a text.
+
+    Args:
+        dry_run: make no repository for the logs.
+        copy: copies a mirror into a folder; None: what shows how far it is.
+    """
+    names: dict[str, str] = {}
+
+    def said(text: str) -> str:
+        for folder, url in names.items():
+            text = text.replace(folder, url)
+        return text
+
+    is_jobs = isinstance(executor, JobsPipelineExecutor)
+    with ExitStack() as stack:
+        if is_jobs:
+            setattr(executor, _SEEN, True)
+            stack.callback(delattr, executor, _SEEN)
+            if not dry_run:
+                executor._ensure_logging_dir_repo()
+        for step in executor.pipeline if is_jobs else ():
+            if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
+                folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
+                (copy or _copy)(url, Path(folder))
+                stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
+                step.checkpoints_local_dir = folder
+                names[folder] = url
+        try:
+            yield said
+        except CkptError as error:
+            error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
+            raise
+
+
+def _copy(url: str, folder: Path) -> None:
+    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
+
+    MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

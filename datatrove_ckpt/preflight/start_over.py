@@ -31,7 +31,7 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 
 _INSTEAD = (
-    "Choose another run_folder instead; or checkpoints_local_dir, output_folder and logging_dir of this job alone."
+    "Instead, choose another run_folder (or checkpoints_local_dir, output_folder and logging_dir) of this job alone."
 )
 
 
@@ -72,8 +72,8 @@ def folders_to_move(
         ConfigError: something is not on this machine, or not known to be the run's.
     """
     outputs = [runner.step.output_writer.output_folder for runner in plan.runners]
-    if remote := [folder.path for folder in (*outputs, plan.logging_dir) if not folder.is_local()]:
-        raise _refusal(f"{remote[0]} is not on this machine.")
+    if remote := [folder for folder in (*outputs, plan.logging_dir) if not folder.is_local()]:
+        raise _refusal(f"{remote[0].resolve_paths('')} is not on this machine, where folders can be renamed.")
     for runner in plan.runners:
         if mirror := runner.step.checkpoints_remote_dir:
             raise _refusal(f"a new start would go on from the mirror {mirror}. Choose another checkpoints_remote_dir.")

@@ -237,5 +237,5 @@ def test_output_on_the_hub_is_shown_and_not_started_over(cli: Cli) -> None:
     cli("run", "job.yaml")
     said = cli("show", "checkpoints", "--n", "9").out
     assert [line for line in said.splitlines() if line.startswith("  text: ")] == [f"  text: {one}" for one in "abcd"]
-    assert " is not on this machine. Choose another run_folder " in cli("run", "job.yaml", "--start-over", code=2)
+    assert " is not on this machine, where " in cli("run", "job.yaml", "--start-over", code=2)
     assert "--start-over" not in cli("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=New {text}", code=1).err

@@ -206,7 +206,7 @@ def test_output_that_two_jobs_share_stays(here: Path, server: FakeServer, comman
     for options, other in (([], "second_00000_00000.jsonl"), (second, "00000_00000.jsonl")):
         said = command("run", "job.yaml", *options, "--start-over", code=2).error
         assert f"{here}/output holds {here}/output/{other}, which is not the run's. " in said
-        assert said.endswith("or checkpoints_local_dir, output_folder and logging_dir of this job alone.")
+        assert said.endswith("(or checkpoints_local_dir, output_folder and logging_dir) of this job alone.")
     assert outputs(here) == before
     command("run", "job.yaml", *second, "--pipeline.1.output_writer.output_folder=own", "--start-over")
     command("run", "job.yaml")
@@ -236,8 +236,8 @@ def _of_another_run() -> None:
 @pytest.mark.parametrize(
     ("prepare", "options", "said"),
     [
-        (_nothing, ["--pipeline.1.output_writer.output_folder=memory://out"], "out is not on this machine."),
-        (_nothing, ["--executor.logging_dir=memory://logs"], "logs is not on this machine."),
+        (_nothing, ["--pipeline.1.output_writer.output_folder=memory://out"], "memory:///out is not on this machine, "),
+        (_nothing, ["--executor.logging_dir=memory://logs"], "memory:///logs is not on this machine, "),
         (_nothing, ["--pipeline.1.checkpoints_remote_dir=mirror"], "a new start would go on from the mirror mirror."),
         (_no_checkpoint, [], "/output is this run's. Move it away yourself."),
         (_datatroves, [], "/output is this run's. Move it away yourself."),

@@ -218,3 +218,29 @@ def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path: P
     refused(r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b", "job.yaml", several)
     for odd in ({"executor": None}, {"executor": {"init_args": {"pipeline": "x"}}}):
         refused("no step of its pipeline", "job.yaml", odd)
+
+
+def of_jobs(logging_dir: str, **executor: Any) -> dict[str, Any]:
+    found = config("checkpoints", logging_dir=logging_dir, **executor)
+    found["executor"]["class_path"] = "JobsPipelineExecutor"
+    return found
+
+
+def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        rank(Path("checkpoints"), number)
+    said = r"job.yaml: nothing has started yet: of 2 tasks, none .* in memory://r/logs/checkpoints, its mirror.*hf jobs"
+    refused(said, "job.yaml", of_jobs("memory://r/logs", tasks=2))
+    mirror("memory://r/logs/checkpoints/00000")
+    with open_place("job.yaml", of_jobs("memory://r/logs/", tasks=2)) as place:
+        assert (place.what, place.is_copy) == ("memory://r/logs/checkpoints", True)
+
+
+def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path: Path) -> None:
+    mirror("memory://bucket/x/logs/checkpoints/00000")
+    with open_place("memory://bucket/x/") as place:
+        assert (place.what, place.given) == ("memory://bucket/x/logs/checkpoints", ["memory://bucket/x/"])
+        assert (place.output, place.logging_dir) == ("memory://bucket/x/output", "memory://bucket/x/logs")

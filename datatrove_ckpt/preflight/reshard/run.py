@@ -34,6 +34,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.generation.step_state import stateful_steps
+from datatrove_ckpt.mirror.changing import restore_all, upload_ranks
+from datatrove_ckpt.mirror.reading import new_mirror
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.output.writers import check_rank_in_template
@@ -41,7 +43,7 @@ from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
@@ -66,6 +68,7 @@ class Resharded:
         lost_answers: answers that will be requested again, because their request has a seed made of the document's
             number.
         resumed: an interrupted reshard was carried out, nothing else.
+        mirror: the new checkpoints_remote_dir, if the run has no other checkpoint.
     """
 
     before: int
@@ -79,10 +82,13 @@ class Resharded:
     moved_answers: int = 0
     lost_answers: int = 0
     resumed: bool = False
+    mirror: str | None = None
 
 
 def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Resharded:
     """Deals what is left of a run out to another number of tasks.
+
+    Of Hugging Face Jobs, that is done in a copy of the mirror, which becomes another mirror; the old one stays.
 
     Args:
         executor: any datatrove executor with the run's pipeline, and its old or new number of tasks. Nothing is run.
@@ -96,6 +102,22 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         OSError: the input cannot be listed.
     """
     plan = RunPlan(executor)
+    step = plan.only_runner("reshard").step
+    if not plan.as_jobs or (url := step.checkpoints_remote_dir) is None:
+        return _reshard(plan, tasks, dry_run)
+    with log_disabled("datatrove_ckpt.mirror"), checkpoints_seen(executor, True, restore_all):
+        step.checkpoints_remote_dir = None
+        try:
+            found = _reshard(plan, tasks, dry_run)
+            if not dry_run:
+                found.mirror = new_mirror(url)
+                upload_ranks(found.mirror, step.checkpoints_root)
+        finally:
+            step.checkpoints_remote_dir = url
+    return found
+
+
+def _reshard(plan: RunPlan, tasks: int, dry_run: bool) -> Resharded:
     if begun := tasks_of(plan.only_runner("reshard").step.checkpoints_root):
         plan.tasks, plan.local_ranks = begun, range(begun)
     planned = _runner(plan, tasks)
@@ -277,12 +299,14 @@ class _Reshard:
             plan.moved += close_gaps(each, staging)
             if not own[task].has_started:
                 plan.started[task] = rank
-        # Files of their open chunks, published before a kill: these documents go to other tasks, and to other files.
-        commits = [RankCommits(self._root, rank, []) for rank in plan.retired if ranks[rank].point.journals]
-        if commits:
+        # Files that were published before a kill: these documents go to other tasks, and to other files. Of a mirror,
+        # any chunk may be newer than its last upload.
+        older = [rank for rank, each in ranks.items() if not each.is_done] if self._plan.as_jobs else []
+        open_ones = [rank for rank in plan.retired if ranks[rank].point.journals]
+        if commits := [RankCommits(self._root, rank, []) for rank in older or open_ones]:
             check = OutputCheck(self._runner.output_writer, self._root)
             found = check.look(check.by_name(commits))
-            plan.unfinished = [name for each in commits for name in check.unfinished_files(each, found)]
+            plan.unfinished = [name for each in commits for name in check.unfinished_files(each, found, bool(older))]
         plan.moved += sorted(name for each in moved.values() for name in each.files)
         self._report.moved_documents = sum(each.finished for each in moved.values())
         self._report.moved_answers = sum(each.answers for each in moved.values())

@@ -14,6 +14,7 @@ launch, and a job of an earlier one that still waits in a queue would read the w
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -50,12 +51,13 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.job_bundle import bundle, own_files, required, version
 from datatrove_ckpt.process.pool_signals import usual_handler
-from datatrove_ckpt.process.task_errors import own_error, task_of_many
+from datatrove_ckpt.process.task_errors import log_disabled, own_error, task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
-from datatrove_ckpt.retrying import OPENING, READING, code_of_rank, failure_line, http_status
+from datatrove_ckpt.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
 _LABEL = "datatrove_ckpt_run"
@@ -101,10 +103,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     Args:
         logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
         dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
+        flavor: the machine of a job; ``hf jobs hardware`` lists them.
         timeout: a rank drains before. None: 30 minutes, as Jobs have it.
+        namespace: who pays; None: the token's account.
+        labels, env: of each job, beside ours. What env says is kept in files.
         secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
             and of mirrors are added.
         max_retries: how often in turn the rest of a job is started again although none of its ranks has advanced.
+        poll_interval: seconds between two looks at the jobs.
         cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next run waits for them.
     """
 
@@ -144,9 +150,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         given = dict(locals())  # a debugger adds to the other one
         own = ("self", "__class__", "cancel_on_interrupt")
         try:
-            super().__init__(**{name: value for name, value in given.items() if name not in own})
+            with log_disabled("datatrove.executor.jobs"):  # it is experimental
+                super().__init__(**{name: value for name, value in given.items() if name not in own})
         except ValueError as error:
-            raise ConfigError(f"executor: {error}") from None
+            raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
         configs = [config for runner in self._runners for config in runner.models.values()]
         engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
@@ -161,6 +168,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
+                check_mirror(self._folder, "logging_dir")  # the mirror is in it
                 runner.checkpoints_remote_dir = default_mirror(self._folder, index)
 
     @property
@@ -247,6 +255,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._secrets()
         own_files()
 
+    def _ensure_logging_dir_repo(self) -> None:
+        with naming_hub("logging_dir"):
+            super()._ensure_logging_dir_repo()
+
     def run_ranks(self) -> None:
         """``run`` without the checks before and after. Errors: as ``run``."""
         self._run_dependency()
@@ -261,7 +273,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
         else:
             self._forget_markers(ranks)
-            self._upload()
+            with naming_hub("logging_dir"):
+                self._upload()
         batches = [ranks[at : at + self.tasks_per_job] for at in range(0, len(ranks), self.tasks_per_job)]
         with _sigterm_interrupts():
             try:
@@ -321,7 +334,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: add "
-            "--cancel to it, or call cancel() of the executor."
+            "--cancel to it (of a script: datatrove-ckpt run SCRIPT --cancel), or call cancel() of the executor."
         )
 
     def _run_dependency(self) -> None:
@@ -424,7 +437,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         while waiting and (self.workers == -1 or len(running) < self.workers):
             ranks, retries = waiting[0]
             try:
-                with warnings.catch_warnings(action="ignore", category=UserWarning):  # run_uv_job is experimental
+                with (
+                    warnings.catch_warnings(action="ignore", category=UserWarning),  # run_uv_job is experimental
+                    redirect_stdout(io.StringIO()),  # it prints for each job which bucket has its script
+                ):
                     running.append(self._submit(ranks, retries))
             except Exception as error:
                 if not READING.passes(error):
@@ -507,9 +523,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         try:
             return READING.run(call, what)
         except Exception as error:
-            advice = " Log in (hf auth login)." * (http_status(error) in (401, 403))
             raise CkptError(
-                f"{what}: {failure_line(error)}.{advice} The jobs that run go on: the same command waits for them."
+                f"{what}: {failure_line(error)}. The jobs that run go on: the same command waits for them."
             ) from error
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:

@@ -11,11 +11,13 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from loguru import logger
 
@@ -41,6 +43,10 @@ T = TypeVar("T")
 _PERMANENT_ERRORS = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError, AttributeError)
 _LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
+_LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
+_OF_HUB = re.compile(
+    r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
+)
 # Of requests that the hub refuses with a final status, and accepts a moment later.
 _PASSING = re.compile(
     "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb", re.IGNORECASE
@@ -81,6 +87,49 @@ class file_system_call(frames_cut):
 
 
 def failure_line(error: BaseException) -> str:
+    """What happened, in one line: what the hub refuses, and what to do about it; of other errors ``library_line``."""
+    return hub_refusal(error) or library_line(error)
+
+
+def hub_refusal(error: BaseException) -> str | None:
+    """What the hub refuses until a person acts (token, rights, name), and how, in one line. None: other errors."""
+    for one in causes(error):
+        response = getattr(one, "response", None)
+        if not type(one).__module__.startswith("huggingface_hub") or response is None:
+            continue
+        found = _OF_HUB.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
+        if found is None:
+            return None
+        kind, name, account = found.groups()
+        what = f"the {kind} {name}" if name else f"jobs of {account}" if account else "the account"
+        if lacks_bucket(one):
+            make = f"Make it (hf buckets create {name} --private), correct" if kind == "bucket" else "Correct"
+            return f"{what} does not exist, or this token may not see it. {make} the name, or {_LOG_IN}"
+        said = " ".join(f"HTTP {http_status(one)} {getattr(one, 'server_message', None) or ''}".split()).rstrip(".")
+        if http_status(one) == 401:
+            return f"the hub wants a valid token ({said}): {_LOG_IN}"
+        if http_status(one) == 403:
+            return f"this token may not do that with {what} ({said}). Correct the name, or {_LOG_IN}"
+        return None
+    return None
+
+
+@contextmanager
+def naming_hub(setting: str) -> Iterator[None]:
+    """Puts the name of the setting before what the hub refuses.
+
+    Raises:
+        StorageFailed: in place of ``hub_refusal``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if (refused := hub_refusal(error)) is None:
+            raise
+        raise StorageFailed(f"{setting}: {refused}.") from error
+
+
+def library_line(error: BaseException) -> str:
     """Class and message of the error as the library raised it, in one line.
 
     Without httpx's links to explanations, and the signatures in URLs of storages. huggingface_hub wraps what happened
@@ -135,7 +184,7 @@ def advised_seconds(error: BaseException) -> float | None:
         used_up = [float(seconds) for left, seconds in _AT.findall(headers.get("ratelimit", "")) if left == "0"]
         if used_up:
             return max(used_up)
-    if match := _IN_TEXT.search(failure_line(error)):
+    if match := _IN_TEXT.search(library_line(error)):
         return float(_UNITS[match[2]] * (int(match[1]) if match[1].isdigit() else 1))
     return None
 
@@ -204,7 +253,7 @@ def _of_writing(error: BaseException, retried: frozenset[int], failures: int) ->
 
 
 def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    if _PASSING.search(failure_line(error)):
+    if _PASSING.search(library_line(error)):
         return True
     url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
     if http_status(error) in (400, 401, 403) and url and "/api/" not in url and ".git/info/lfs" not in url:

@@ -50,7 +50,7 @@ from datatrove_ckpt.preflight.inputs import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.retrying import code_of_rank
+from datatrove_ckpt.retrying import code_of_rank, hub_refusal
 
 _REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
 _FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
@@ -70,7 +70,9 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
             raise ConfigError("--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel.")
-        say(f"Canceled {plural(executor.cancel(), 'job')}. What they have uploaded is kept. To resume: run again.")
+        jobs = executor.cancel()
+        kept = f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run again."
+        say(kept if jobs else "No job of this run waits or runs, so none was canceled.")
         return 0
     if arguments.dry_run:
         full = FullConfig(content)
@@ -256,6 +258,9 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 def explain(error: OSError, plan: RunPlan) -> Exception:
     """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
     logs = plan.logging_dir
+    if refused := hub_refusal(error):
+        there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
+        return StorageFailed(f"{'logging_dir: ' if there and there[1] in refused else ''}{refused}.")
     folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:

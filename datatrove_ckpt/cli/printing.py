@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.redaction import redact
 
@@ -65,6 +66,9 @@ def fail(error: BaseException, code: int, words: Callable[[str], str] = str) -> 
     Args:
         words: puts it into those of the job.
     """
+    from datatrove_ckpt.retrying import hub_refusal  # loguru is slow to import
+
+    text = error if isinstance(error, CkptError) else hub_refusal(error) or error
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(printable(redact(words("\n".join([f"error: {error}", *notes])))), file=sys.stderr)
+    print(printable(redact(words("\n".join([f"error: {text}", *notes])))), file=sys.stderr)
     return code

@@ -32,10 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     arguments.words = words_of(arguments.config)
-    if is_script(arguments.config):
+    if (of_script := is_script(arguments.config)) and not arguments.cancel:
         command = start_command([arguments.config, *arguments.overrides])
         raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
-    content, executor = _build(arguments)
+    made = make_executor(arguments.config, arguments.overrides) if of_script else None
+    content, executor = (Node(), made) if made else _build(arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.preflight.run_plan import RunPlan

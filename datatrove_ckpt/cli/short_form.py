@@ -43,6 +43,7 @@ from datatrove_ckpt.config.paths import is_script
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.redaction import HIDDEN
+from datatrove_ckpt.retrying import failure_line
 
 Node = dict[str, Any]
 
@@ -110,6 +111,12 @@ _SLURM: Node = {
 _TASKS: dict[str, tuple[str, Node]] = {
     "embed": ("EmbedRollout", {"column": "embedding"}),
     "classify": ("ClassifyRollout", {}),
+}
+# Arguments of an executor elsewhere, and where the form has them.
+_SET_BY_FORM = {
+    "tasks": "write `tasks` beside",
+    "logging_dir": "is logs/ in run_folder; move that, beside",
+    "pipeline": "is made of what stands beside",
 }
 NAMES = [field.name for field in fields(ShortJob)]
 # Arguments that the form fills in itself.
@@ -191,11 +198,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
     job: ShortJob = construct(ShortJob, own, source)
-    if "://" in job.run_folder and job.jobs is None:
-        raise ConfigError(
-            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. `run --print-config` "
-            "writes the long form, where output_folder may be a URL."
-        )
+    _check_place(job, content, source)
     url, root = "://" in job.run_folder, Path(job.run_folder).expanduser()
     tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
     reader, files = _reader(job.input, source, tasks is None, only_look)
@@ -239,6 +242,23 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     return {"executor": _executor(job, root, executor), **section}
 
 
+def _check_place(job: ShortJob, content: Node, source: str) -> None:
+    """Where the tasks run, and whether its settings fit the form."""
+    places = {name: value for name in ("slurm", "kubernetes", "jobs") if (value := getattr(job, name)) is not None}
+    if "jobs" in places and len(places) > 1:
+        raise ConfigError(f"{source}: {', '.join(places)}: are different places to run. Give one of them.")
+    for name in ("slurm", "jobs"):
+        for key in _SET_BY_FORM.keys() & places.get(name, {}):
+            raise ConfigError(f"{source}: {name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
+    if "://" in job.run_folder and job.jobs is None:
+        refuse_unknown({name: None for name in content if get_close_matches(name, ["jobs"])}, NAMES, source)
+        raise ConfigError(
+            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For Hugging Face Jobs, "
+            "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes the long form, in "
+            'which a URL can replace "output_folder".'
+        )
+
+
 def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
@@ -259,14 +279,14 @@ def run(
     endpoint: str | list[str] | None = None,
     start_over: bool = False,
     **settings: object,
-) -> Path:
+) -> Path | str:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
 
     Args:
         start_over: rename what the run has made (``runs/x`` to ``runs/x.1``), and begin anew.
 
     Returns:
-        The folder of the output.
+        The folder of the output; of a ``run_folder`` that is a URL, a URL.
 
     Raises:
         ConfigError: a mistake in the arguments; nothing was started.
@@ -291,7 +311,8 @@ def run(
         advice = executor and moves.advice(error, RunPlan(executor), None, "pass start_over=True to run().")
         error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
         raise
-    return Path(run_folder, "output").expanduser()
+    is_url = "://" in str(run_folder)
+    return f"{str(run_folder).rstrip('/')}/output" if is_url else Path(run_folder, "output").expanduser()
 
 
 # words ----------------------------------------------------------------------------------------------------------------
@@ -331,7 +352,7 @@ def in_short_words(text: str, source: str) -> str:
     parts = _QUOTED.split(text)
     for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
         parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
-    return "".join(parts)
+    return "".join(parts).replace(f"{source}: {source}: ", f"{source}: ")
 
 
 def _node(class_path: str, **arguments: Any) -> Node:
@@ -458,7 +479,7 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         below = os.walk(folder) if is_here and not pattern else ()
         linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
     except Exception as error:  # botocore's errors have no common base
-        cause, shown = error_text(error).partition("\n")[0], re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
+        cause, shown = failure_line(error), re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
         raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]

@@ -334,9 +334,9 @@ class RemoteMirror:
                 raise
             if job_launch.RANKS in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
-                    f"{self.url} refuses this job's token ({failure_line(error)}), and the job's disk goes with it: "
-                    "going on would pay for answers that are lost. Log in (hf auth login) where the run was started, "
-                    "and run the same command again."
+                    f"{self.url} refuses this job's token ({retrying.library_line(error)}), and the job's disk goes "
+                    "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "
+                    "started, and run the same command again."
                 ) from error
             if not self._given_up:
                 self._failures += 1

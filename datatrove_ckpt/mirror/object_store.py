@@ -26,7 +26,7 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.redaction import holds_credentials, refuse_variables
-from datatrove_ckpt.retrying import file_system_call, http_status, lacks_bucket, s3_code
+from datatrove_ckpt.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
 
 
 class Effects:
@@ -75,7 +75,6 @@ def needs_bucket(url: str) -> Iterator[None]:
         ) from error
 
 
-_OR_HIDDEN = ", or this token may not see it"
 _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
 
 
@@ -147,11 +146,11 @@ class ObjectStore:
                 found = self._fs.ls(path, detail=False)
         except FileNotFoundError as error:
             if lacks_bucket(error):
-                raise ConfigError(
-                    f"checkpoints_remote_dir: the bucket of {self.url} does not exist{_OR_HIDDEN * _is_hub(self._fs)}. "
-                    "Make the bucket, or correct the setting (on S3 also AWS_ENDPOINT_URL, on the hub also HF_TOKEN), "
-                    "and run the same command again."
-                ) from error
+                what = hub_refusal(error) or (
+                    f"the bucket of {self.url} does not exist. Make the bucket, or correct the setting (on S3 also "
+                    "AWS_ENDPOINT_URL), and run the same command again"
+                )
+                raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
             return []
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
@@ -159,17 +158,17 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def check_mirror(url: str) -> None:
-    """Refuses a URL to which no mirror can be written, without using the network.
+def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
+    """Refuses a URL to which no mirror can be written, without using the network. ``key`` names the setting.
 
     Raises:
         ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
     """
-    check_url("checkpoints_remote_dir", url)
+    check_url(key, url)
     if get_protocol(url) == "hf" and not url.startswith("hf://buckets/"):
         bucket = _REPOSITORY.sub(r"hf://buckets/\1", url)
         raise ConfigError(
-            f"checkpoints_remote_dir: {url} is in a repository, where each of the mirror's writes would be a commit; "
+            f"{key}: {url} is in a repository, where each of the mirror's writes would be a commit; "
             f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes "
             f"one). If an earlier version made a mirror here, copy it first: hf cp {url}/ {bucket}/"
         )

@@ -42,7 +42,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
 from datatrove_ckpt.output.listing import OTHER_JOB, FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import Attempts, RetryPolicy, failure_line, http_status
+from datatrove_ckpt.retrying import Attempts, RetryPolicy, http_status, library_line
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -450,13 +450,13 @@ def hub_failure(error: BaseException) -> str:
     """What a log line says about a failed call."""
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
-    return failure_line(error)
+    return library_line(error)
 
 
 def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
     """The error for a call that is not made again: what happened, and what to do."""
     kept = "Nothing that was saved is lost: run the same command again"
-    return OutputFailed(f"{folder.url}: {what}: {failure_line(error)}. {folder.advice(error)} {kept}.")
+    return OutputFailed(f"{folder.url}: {what}: {library_line(error)}. {folder.advice(error)} {kept}.")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError
-from datatrove_ckpt.formatting import byte_size, duration, error_text
+from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.preflight.probes import (
@@ -38,6 +38,7 @@ from datatrove_ckpt.preflight.probes import (
     probe_folder,
     probe_object,
 )
+from datatrove_ckpt.retrying import failure_line, hub_refusal
 
 State = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
         for found in check:
             yield replace(found, subject=found.subject or subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
-        text = str(error) if isinstance(error, CkptError) else f"this could not be checked: {error_text(error)}."
+        text = str(error) if isinstance(error, CkptError) else f"this could not be checked: {failure_line(error)}."
         yield Finding("problem", "checked", text, subject)
 
 
@@ -312,7 +313,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         else:
             yield Finding("warning", "reachable", f"{error} A run deletes nothing there, so this is no problem.")
     except RemoteFailed as error:
-        yield Finding("problem", "reachable", f"{error} Correct the address, the key or its permissions.")
+        advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
+        yield Finding("problem", "reachable", f"{error}{advice}")
 
 
 def commits_each_write(folder: DataFolder) -> bool:

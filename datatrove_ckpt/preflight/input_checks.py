@@ -13,7 +13,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import byte_size, error_text, plural
+from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.preflight.checks import Finding, within
 from datatrove_ckpt.preflight.inputs import check_codecs
@@ -24,6 +24,7 @@ from datatrove_ckpt.readers.hub_messages import is_on_hub
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.no_documents import NoDocument, explain
 from datatrove_ckpt.readers.positions import position_of
+from datatrove_ckpt.retrying import failure_line
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
@@ -78,7 +79,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
-        text = f"{where}: {error_text(error)}. Correct the path, its permissions or the reader's arguments."
+        text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
     if not sample.number and names and not any(sizes):
         return [Finding("warning", "readable", f"{where}: all files are empty.")], sample

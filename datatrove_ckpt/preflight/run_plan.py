@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.retrying import file_system_call
+from datatrove_ckpt.retrying import file_system_call, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
 _SEEN = "_checkpoints_seen"
@@ -152,7 +152,8 @@ class RunPlan:
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
         ranks = range(self.tasks) if ranks is None else ranks
-        found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
+        with naming_hub("logging_dir"):  # a run looks there first
+            found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 
     def marker(self, rank: int) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.errors import CkptError, InputError
-from datatrove_ckpt.retrying import failure_line, http_status
+from datatrove_ckpt.retrying import http_status, hub_refusal, library_line
 
 if TYPE_CHECKING:
     from datatrove.io import DataFolder
@@ -31,9 +31,9 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
             "the commit (a branch or tag that holds it), or start from the beginning: with another "
             "checkpoints_local_dir, output_folder and logging_dir."
         )
+    if on_hub and (refused := hub_refusal(error)):
+        return f"The dataset {dataset!r} cannot be opened: {refused}."
     what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
-    if on_hub and http_status(error) == 401 and "Repo" not in type(error).__name__:
-        return f"{what} The token is wrong, or has expired. Set HF_TOKEN to a valid one, or run: hf auth login."
     token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
     if on_hub and http_status(error) is None and isinstance(error, ValueError):
         return f"{what} Correct dataset_options."  # a split or a config that is not there
@@ -45,7 +45,7 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
 def one_line(error: BaseException) -> str:
     """datasets says of each error in a file that one occurred; its cause says which."""
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
-    return failure_line(cause) if cause else failure_line(error)
+    return library_line(cause) if cause else library_line(error)
 
 
 def is_on_hub(folder: DataFolder) -> bool:
@@ -76,7 +76,7 @@ def naming_hub_input(
         if is_denied or (type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)):
             what = f"The input file {name!r} in" if name else "The input"
             raise InputError(
-                f"{what} {folder.resolve_paths('')!r} cannot be read: {failure_line(error)}. Check the credentials "
+                f"{what} {folder.resolve_paths('')!r} cannot be read: {library_line(error)}. Check the credentials "
                 "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and the network."
             ) from error
         of_the_client = type(error).__module__.startswith(libraries)
@@ -95,6 +95,8 @@ def no_files(folder: DataFolder) -> InputError:
 
 def _explain_folder(folder: str, name: str, error: BaseException) -> str:
     what = f"The input file {name!r} in {folder}" if name else f"The input {folder!r}"
+    if refused := hub_refusal(error):
+        return f"{what} cannot be read: {refused}."
     what += f" cannot be read: {one_line(error)}."
     kind, text, status = type(error).__name__, str(error), http_status(error)
     may_read = "set HF_TOKEN to a token of an account that may read it"
@@ -105,10 +107,8 @@ def _explain_folder(folder: str, name: str, error: BaseException) -> str:
             f"{what} It was there when the folder was listed: restore it, and run the same command again; or start "
             "anew for the new input, with another checkpoints_local_dir, output_folder and logging_dir."
         )
-    if "Repository" in kind or "Gated" in kind or "Bucket" in kind or isinstance(error, _MISSING):
+    if isinstance(error, _MISSING):
         return f"{what} Correct data_folder, or restore the repository; if it is private or gated, {may_read}."
-    if status == 401:
-        return f"{what} The token is wrong, or has expired. Set HF_TOKEN to a valid one, or run: hf auth login."
-    if status in (403, 404):
+    if status == 404:
         return f"{what} Correct data_folder, or {may_read}."
     return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."

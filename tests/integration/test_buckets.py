@@ -232,16 +232,44 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
     assert mirrored.list_objects() == {("objects", name)}
 
 
+def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
+    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*words: str, code: int = 1) -> str:
+        HfFileSystem.clear_instance_cache()
+        return command(*words, code=code).error
+
+    write_yaml(server)
+    missing = "the bucket org/none does not exist, or this token may not see it. Make it (hf buckets create org/none"
+    assert refused("run", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs").startswith(
+        f"error: logging_dir: {missing} --private), correct the name, or log in (hf auth login, or export HF_TOKEN)."
+    )
+    found = command("doctor", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs", code=1)
+    assert "logging_dir, reachable: hf://buckets/org/none/logs/.datatrove-ckpt-probe-" in found
+    assert f"could not be written: {missing}" in found
+    assert "Invalid HF URI" not in found
+    short = ["--run-folder=x", "--prompt=Say {text}", "--model=m", f"--endpoint={server.url}"]
+    said = refused("run", "--input=hf://buckets/org/none/", *short, "--tasks=1", code=2)
+    assert f"input: hf://buckets/org/none/ cannot be listed: {missing}" in said
+    job.fail("batch", 403, message="You don't have the rights to write here", times=None)
+    assert refused("run", "job.yaml") == (
+        "error: logging_dir: this token may not do that with the bucket org/job (HTTP 403 You don't have the rights "
+        "to write here). Correct the name, or log in (hf auth login, or export HF_TOKEN)."
+    )
+    monkeypatch.setenv("HF_TOKEN", job.expired_token)
+    assert refused("run", "job.yaml").startswith("error: logging_dir: the hub wants a valid token (HTTP 401 ")
+
+
 def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
     job: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that started from nothing would pay for everything again."""
-    with pytest.raises(ConfigError, match=r"the bucket of hf://buckets/org/none/00000 does not exist, or this token"):
+    with pytest.raises(ConfigError, match=r"the bucket org/none does not exist, or this token"):
         restore("hf://buckets/org/none/00000", tmp_path / "00000")
     job.repo("org/job", "bucket").private = True
     HfFileSystem.clear_instance_cache()
     monkeypatch.setenv("HF_TOKEN", "")
-    with pytest.raises(ConfigError, match="on the hub also HF_TOKEN"):
+    with pytest.raises(ConfigError, match="or log in"):
         restore(f"{BUCKET}/mirror/00000", tmp_path / "00000")
     monkeypatch.setenv("HF_TOKEN", job.token)
     job.tokens[job.token] = Access(expired=True)

@@ -150,7 +150,7 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (401, None, r"The token is wrong, or has expired. Set HF_TOKEN"),
+        (401, None, r"the hub wants a valid token .*: log in \(hf auth login, or export HF_TOKEN\)"),
         (404, None, r"Correct dataset and dataset_options.*HF_TOKEN"),
         (404, "RevisionNotFound", r"has no commit [0-9a-f]{40} any more.*A run keeps to the commit"),
     ],
@@ -242,7 +242,10 @@ def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
 @pytest.mark.parametrize(
     ("place", "advice"),
     [
-        ("org/none/part", "Correct data_folder, or restore the repository; if it is private or gated, set HF_TOKEN"),
+        (
+            "org/none/part",
+            "the dataset org/none does not exist, or this token may not see it. Correct the name, or log in",
+        ),
         ("org/input/other", "the folder does not exist there, or glob_pattern fits none. Correct data_folder"),
         ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
     ],
@@ -256,9 +259,7 @@ def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
 @pytest.mark.matrix
 def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    assert "The token is wrong, or has expired. Set HF_TOKEN to a valid one" in refused(
-        kind("hf://datasets/org/input/part")
-    )
+    assert "log in (hf auth login, or export HF_TOKEN)" in refused(kind("hf://datasets/org/input/part"))
 
 
 @pytest.mark.matrix
@@ -266,8 +267,8 @@ def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.M
 def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -> None:
     hub.fail(request_kind, 403, times=None)
     said = refused(kind("hf://datasets/org/input/part"))
-    assert "403 Forbidden" in said
-    assert "set HF_TOKEN to a token of an account that may read it" in said
+    assert "this token may not do that with the dataset org/input (HTTP 403 " in said
+    assert "log in (hf auth login, or export HF_TOKEN)" in said
 
 
 @pytest.mark.matrix
@@ -284,4 +285,4 @@ def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what
         f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
     )
     assert ("was there when the folder was listed" in said) is (what == "file")
-    assert ("restore the repository" in said) is (what == "repository")
+    assert ("the dataset org/input does not exist" in said) is (what == "repository")

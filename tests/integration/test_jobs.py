@@ -18,11 +18,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+import datatrove_ckpt
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job
@@ -168,6 +170,7 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 48
         assert not ends.again["evict"]
         assert "48 of 48 documents" in said.out
+        assert "will be saved in this bucket" not in said
         assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
     assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
@@ -226,6 +229,30 @@ except KeyboardInterrupt:
     print("interrupted")
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "interrupted\n"
+
+
+def test_cancel_of_a_script_and_of_a_run_without_jobs(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(hub, "http://127.0.0.1:1", 1, 1)
+    base = f"hf://buckets/{BUCKET}"
+    Path("job.py").write_text(
+        "import datatrove_ckpt\n"
+        f"datatrove_ckpt.run(run_folder='{base}/run', input='{base}/input/*.jsonl', prompt='Say {{text}}', model='m', "
+        "endpoint='http://127.0.0.1:1', jobs={})\n"
+    )
+    assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
+    alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={"DATATROVE_CKPT_JOB_RANKS": "0"})
+    canceled = []
+    monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
+    monkeypatch.setattr("huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"]))
+    for job in ("job.yaml", "job.py"):
+        assert "Canceled 1 job. " in command("run", job, "--cancel")
+    assert canceled == ["job7", "job7"]
+    assert not any("experimental" in line for line in log)
+    monkeypatch.setattr("datatrove_ckpt.JobsPipelineExecutor.run", lambda executor: None)
+    job = {"input": f"{base}/input/*.jsonl", "prompt": "Say {text}", "model": "m", "endpoint": "http://127.0.0.1:1"}
+    assert datatrove_ckpt.run(run_folder=f"{base}/run/", jobs={}, **job) == f"{base}/run/output"
 
 
 @pytest.mark.slow
@@ -314,7 +341,10 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
         write_job(hub, server.url, 1, 300)
         records = "--pipeline.1.records_per_chunk=300"
         said = command("run", "job.yaml", records, code=1)
-        assert "Log in (hf auth login). The jobs that run go on: the same command waits for them." in said.error
+        assert (
+            "log in (hf auth login, or export HF_TOKEN). The jobs that run go on: the same command waits for them."
+            in said.error
+        )
         until(lambda: not jobs.running)
         assert "refuses this job's token" in jobs.all[0].log
         assert server.asked.total() < 150
@@ -422,6 +452,11 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
     assert "starts with an empty disk" in said
     assert "output_folder of pipeline[1]" in said
+    repository = command("run", "job.yaml", "--executor.logging_dir=hf://datasets/a/b/x", code=2)
+    assert "logging_dir: hf://datasets/a/b/x is in a repository" in repository.error
+    assert "Set it to a bucket: hf://buckets/a/b/x" in repository.error
+    local = command("run", "job.yaml", "--executor.logging_dir=logs", code=2)
+    assert "a remote logging_dir (e.g. hf://buckets/ORG/NAME" in local.error
     Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
     for name in ("run", "doctor"):
         assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(name, "job.yaml", code=None)

@@ -1,4 +1,4 @@
-"""Numbers and errors as text for people: counts, durations, sizes, ranges, packages to install."""
+"""Numbers and errors as text for people: counts, durations, sizes, ranges, packages to install; sizes from text."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ _EXTRAS = {
     "mlflow": "mlflow",
     "wandb": "wandb",
     "PIL": "media",
+}
+
+_SIZES = {
+    f"{unit}{i}": base**power for i, base in (("", 1000), ("I", 1024)) for power, unit in enumerate(("", *"KMGT"))
 }
 
 
@@ -95,6 +99,12 @@ def byte_size(size: float) -> str:
         if size >= factor:
             return f"{_digits(size / factor)} {unit}"
     return f"{size:.0f} B"
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes that "256MB" or "1.5 GiB" says; None: it says none."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
+    return int(float(found[1]) * _SIZES[found[2]]) if found else None
 
 
 # Control characters except line break and tab, what turns the direction of text, line separators, lone surrogates.

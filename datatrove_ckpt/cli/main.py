@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    if not overrides and getattr(arguments, "config", "") is None:
+    if not overrides and getattr(arguments, "config", "") is None and arguments.name != "plan":
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     arguments.words = str
@@ -178,10 +179,16 @@ def _count(of: str, text: str, least: int = 1) -> int:
 
 def parse_time(text: str) -> float:
     """Seconds, from a number with its unit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
     if not found or not float(found[1]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
     return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def _size(text: str) -> int:
+    if size := parse_bytes(text):
+        return size
+    raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 12GB")
 
 
 # arguments -----------------------------------------------------------------------------------------------------------
@@ -305,12 +312,24 @@ def doctor() -> None:
     """
 
 
-@_command("run", _CONFIG, _JSON, _argument("TIME", "such as 90m, 6h or 2d", "--mtbf", required=True, type=parse_time))
+@_command(
+    "run",
+    _argument("CONFIG", "YAML file, or script, or folder of a training with history.jsonl", nargs="?"),
+    _JSON,
+    _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
+    _argument("TIME", "training: how long a save stops it, such as 140s", "--save-cost", type=parse_time),
+    _argument("TIME", "training: of a step, such as 2.5s", "--step", type=parse_time),
+    _argument("TIME", "training: from a loss to the next step, such as 5m", "--restart", type=parse_time),
+    _argument("SIZE", "training: of a checkpoint, such as 12GB", "--state-size", type=_size),
+    _argument("N", "training: --mtbf is of one of so many", "--nodes", type=partial(_count, "nodes")),
+    _argument("K", "training: how many checkpoints stay", "--keep", type=partial(_count, "checkpoints")),
+)
 def plan() -> None:
     """Measure what saving costs here, and suggest how often to save.
 
     examples:
       datatrove-ckpt plan configs/quickstart.yaml --mtbf 6h
+      datatrove-ckpt plan --save-cost 140s --mtbf 6h --step 2.5s
 
     It writes and syncs in the checkpoint folder as a run does, and uploads to checkpoints_remote_dir (or to a remote
     output folder, if there is no mirror), for a few seconds, and removes what it wrote. Run it on the kind of node that
@@ -327,6 +346,10 @@ def plan() -> None:
     (Young 1974), refined by Daly in 2006. Near it the choice hardly matters: half or twice the interval is nearly as
     good. "auto" has another aim: lose as little as possible for a fixed share of time (2 % for syncs, 5 % for the
     mirror).
+
+    Training: without CONFIG, it measures nothing, and prints the best interval by Young and by Daly, and what is lost
+    at Daly's. A folder with the history of a training (history.jsonl) tells what saves (median pause_seconds), steps
+    and restarts take, the bytes, and from 3 restarts on the MTBF, waits between included. A flag goes before it.
 
     exit codes:
       0  the table is printed

@@ -23,6 +23,9 @@ from datatrove_ckpt.formatting import plural
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
 
+TRAINING = ("save_cost", "step", "restart", "state_size", "nodes", "keep")
+"""What ``plan`` takes for training only."""
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Builds the executor and runs it. Returns the exit code.
@@ -108,7 +111,17 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Prints the tables of each runner. Returns the exit code."""
+    """Prints the tables of each runner, or the plan of a training. Returns the exit code.
+
+    Raises:
+        ConfigError: a mistake on the command line, or in a file.
+    """
+    given = {name: value for name in TRAINING if (value := getattr(arguments, name)) is not None}
+    is_folder = arguments.config is not None and Path(arguments.config).is_dir()
+    if given or is_folder or not (arguments.config or arguments.overrides):
+        return _plan_training(arguments, given, is_folder)
+    if arguments.mtbf is None:
+        raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h.")
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.plan import advise, describe
     from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -122,4 +135,19 @@ def plan(arguments: argparse.Namespace) -> int:
         say(as_json(content))
     else:
         say("\n\n".join("\n".join(describe(one)) for one in advice))
+    return 0
+
+
+def _plan_training(arguments: argparse.Namespace, given: dict[str, float], is_folder: bool) -> int:
+    """``given``: by its flags. It goes before what the folder's history tells."""
+    from datatrove_ckpt.preflight.training_plan import Training, measure
+
+    mtbf = {} if arguments.mtbf is None else {"mtbf": arguments.mtbf}
+    if others := [*arguments.overrides, *([] if is_folder or not arguments.config else [arguments.config])]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in TRAINING)
+        raise ConfigError(f"{others[0]}: is not for training, whose plan takes a folder or nothing, --mtbf, {flags}.")
+    if "nodes" in given and not mtbf:
+        raise ConfigError("--nodes: --mtbf is missing: that of one node.")
+    training = Training(**(measure(Path(arguments.config)) if is_folder else {}) | given | mtbf)
+    say(as_json(asdict(training) | training.plan()) if arguments.json else "\n".join(training.describe()))
     return 0

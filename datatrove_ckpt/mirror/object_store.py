@@ -42,6 +42,16 @@ class Effects:
             return
         fs.pipe_file(path, data)
 
+    def put_file(self, fs: AbstractFileSystem, path: str, file: Path) -> None:
+        """The same with a file's content, which need not fit into memory."""
+        if _is_hub(fs):
+            from huggingface_hub import HfApi
+
+            _, owner, name, key = path.split("/", 3)
+            HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(str(file), key)])
+            return
+        fs.put_file(str(file), path)
+
     def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
         """Copies an object. Object stores do this without sending the content over the network."""
         fs.cp_file(source, target)
@@ -75,6 +85,7 @@ def needs_bucket(url: str) -> Iterator[None]:
         ) from error
 
 
+_BLOCK = 8 << 20
 _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
 
 
@@ -90,6 +101,7 @@ class ObjectStore:
         no_bars_in_logs()
         self._root = root.rstrip("/")
         self._is_local = bool(options)
+        self._streamed = {"block_size": 0} if _is_hub(self._fs) else {}  # else sizes are looked up in a listing first
 
     def put(self, name: str, data: bytes) -> None:
         with file_system_call():
@@ -103,6 +115,17 @@ class ObjectStore:
                     with suppress(OSError):
                         effects.delete(self._fs, self._path(name))
                 raise
+
+    def put_file(self, name: str, file: Path) -> None:
+        """Writes a file's content to the object."""
+        with file_system_call():
+            effects.put_file(self._fs, self._path(name), file)
+
+    def get_file(self, name: str) -> Iterator[bytes]:
+        """The object's content in blocks."""
+        with file_system_call(), self._fs.open(self._path(name), "rb", **self._streamed) as file:
+            while block := file.read(_BLOCK):
+                yield block
 
     def copy(self, name: str, to: str, data: bytes) -> None:
         """Copies an object. ``data``: its content."""
@@ -119,10 +142,9 @@ class ObjectStore:
 
     def read(self, name: str, most: int) -> bytes | None:
         """The object's content, or None if there is no such object, or a larger one than ``most`` bytes."""
-        streamed = {"block_size": 0} if _is_hub(self._fs) else {}  # else its size is looked up in a listing first
         try:
             with file_system_call():
-                data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1, **streamed))
+                data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -153,6 +175,13 @@ class ObjectStore:
                 raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
             return []
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
+
+    def below(self, folder: str) -> list[str]:
+        """The names of all objects in the folder and in those below it."""
+        with file_system_call():
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(folder))
+        return [str(path).removeprefix(f"{self._root}/") for path in found]
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

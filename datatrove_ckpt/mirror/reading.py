@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
@@ -26,7 +25,7 @@ from datatrove_ckpt.retrying import failure_line
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32
 
-_NUMBER = re.compile(r"\.\d+$")
+_RESHARDED = re.compile(r"(.*)\.resharded-(\d+)")
 
 Wanted = Callable[[str, int], bool]
 """Whether a file is needed, by its name and its size in bytes."""
@@ -126,16 +125,26 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
 
 
-def new_mirror(url: str) -> str:
-    """The first place beside a mirror that holds no rank: its URL with .1, .2, ... at the end. Errors: as below."""
-    base = _NUMBER.sub("", url.rstrip("/"))
-    return next(place for number in count(1) if not holds_ranks(place := f"{base}.{number}"))
+def resharded(url: str) -> str | None:
+    """The mirror that ``reshard`` has made of this one, if there is one. Errors: see ``holds_ranks``."""
+    return following if holds_ranks(following := _following(url)) else None
 
 
 def newest_mirror(url: str) -> str:
-    """The last one that ``reshard`` has made beside a mirror; else the mirror itself. Errors: as below."""
-    number = int(new_mirror(url).rpartition(".")[2]) - 1
-    return f"{url}.{number}" if number else url
+    """The last one that ``reshard`` has made, one of the other, from this one on; or this one. Errors: as above."""
+    while (newer := resharded(url)) is not None:
+        url = newer
+    return url
+
+
+def new_mirror(url: str) -> str:
+    """Where ``reshard`` makes one of this mirror: URL.resharded-1, URL.resharded-2, ... Errors: as above."""
+    return _following(newest_mirror(url))
+
+
+def _following(url: str) -> str:
+    found = _RESHARDED.fullmatch(url.rstrip("/"))
+    return f"{found[1]}.resharded-{int(found[2]) + 1}" if found else f"{url.rstrip('/')}.resharded-1"
 
 
 def holds_ranks(url: str) -> set[str]:

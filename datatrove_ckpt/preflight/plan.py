@@ -1,32 +1,33 @@
 """``datatrove-ckpt plan``: how often to save, from the measured cost of a save and the mean time between losses.
 
-The model: a save takes C seconds, there is one every T seconds, and every M seconds on average (the MTBF) everything
-that is not saved gets lost.
+The model is that of ``checkpoint/interval.py``: a save takes C seconds, there is one every T seconds.
 
     overhead       C / T
     lost           T/2 + C on average, T + C at most, per loss: the time since the start of the last complete save
-    efficiency     T / (M * (exp((T + C) / M) - 1)): useful time divided by all time, as in Daly 2006, without restarts
-    best interval  sqrt(2CM) (Young); sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M (Daly)
 
-J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. J. T. Daly, "A higher
-order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
-
-In their model the work stops during a save. Here it continues, so the overhead is that of the saving thread only, and
+There the work stops during a save. Here it continues, so the overhead is that of the saving thread only, and
 the true optimum is at most theirs. C is what every save costs again: each byte is written once whatever the interval,
 so bytes do not count. Restarts cost the same at every interval and are left out. ``cli/run.py`` prints
-the result.
+the result. ``training_plan.py`` is for training.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, SYNC_TUNING, Seconds, Tuning
+from datatrove_ckpt.checkpoint.interval import (
+    MIRROR_TUNING,
+    SYNC_TUNING,
+    Seconds,
+    Tuning,
+    daly,
+    efficiency,
+    young,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.preflight.checks import commits_each_write, file_system, within
@@ -49,25 +50,6 @@ from datatrove_ckpt.runner import InferenceRunner
 MIRROR_REQUESTS = 9
 _LADDER = [step * 10**power for power in range(-2, 6) for step in (1, 3)]
 # The model -----------------------------------------------------------------------------------------------------------
-
-
-def young(cost: float, mtbf: float) -> float:
-    """The best interval in seconds, to first order."""
-    return math.sqrt(2 * cost * mtbf)
-
-
-def daly(cost: float, mtbf: float) -> float:
-    """The best interval in seconds, to a higher order."""
-    if cost >= 2 * mtbf:
-        return mtbf
-    x = cost / (2 * mtbf)
-    return young(cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost
-
-
-def efficiency(interval: float, cost: float, mtbf: float) -> float:
-    """Useful time divided by all time, from 0 to 1."""
-    exponent = (interval + cost) / mtbf
-    return interval / (mtbf * math.expm1(exponent)) if exponent < 700 else 0.0
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,8 @@ def checkpoints_seen(
 ) -> Iterator[Callable[[str], str]]:
     """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
 
-    Yields what puts the mirrors' names into a text.
+    Yields what puts the mirrors' names into a text. A mirror that ``reshard`` has replaced is refused: its run and the
+    new one would write the same documents.
 
     Args:
         dry_run: make no repository for the logs.
@@ -214,6 +215,11 @@ def checkpoints_seen(
 
 
 def _copy(url: str, folder: Path) -> None:
-    from datatrove_ckpt.mirror.reading import MirrorReader  # slow to import
+    from datatrove_ckpt.mirror.reading import MirrorReader, resharded  # slow to import
 
+    if (newer := resharded(url)) is not None:
+        raise ConfigError(
+            f"checkpoints_remote_dir: {url}: reshard has made {newer} of it. Set that, and its tasks; or remove "
+            "it, if that reshard was interrupted, or nothing has run with it."
+        )
     MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

@@ -417,6 +417,11 @@ class Preemption:
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
             self.shutdown.raise_preempted()
 
+    def stop_before(self, end: float | None, reserve: float) -> None:
+        """Requests a stop if the job's time, as ``slurm_deadline`` says it, ends within ``reserve`` seconds."""
+        if end is not None and time.time() >= stop_time(end, reserve):
+            self._stop_for_time_limit()
+
     def _stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
             # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the

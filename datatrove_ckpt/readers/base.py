@@ -223,6 +223,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return self._documents(inputs, start, [index, count], ALL_ROWS)
         return self._documents(inputs, start, [index, count, "rows"], (index, count))
 
+    def check_shard(self, state: State) -> None:
+        """Raises at once what ``shard`` would raise with its first document, if the input is not that of the state."""
+        inputs, key = self._list_inputs(0, 1, state), state["shard"]
+        if (checked := checked_state(self, state, key, self._reader_state(0))) is not None:
+            self._check_input(inputs.shard(*key) if len(key) == 2 else inputs, checked)
+
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
         """datatrove's method of this name, but the document has a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
@@ -283,10 +289,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> Iterator[Document]:
         self._start_state = start.state
         state = checked_state(self, start.state, shard, self._reader_state(0))
-        digest, file_position, documents, passed = Digest(), (), 0, 0
+        digest, documents, passed = Digest(), 0, 0
+        file_position: FilePosition = ()
         if state is not None:
-            digest, file_position = inputs.check_before(state), tuple(state["at"])
-            self._check_current_file(inputs, digest.files, state["file"], file_position)
+            digest, file_position = self._check_input(inputs, state)
             documents, passed = state["documents"], self.skip
         found, extent = state is not None, self._input_extent(inputs)
         limit = self.limit if self.limit != -1 else None
@@ -362,6 +368,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         options["default_metadata"] = metadata_hash(self.default_metadata)
         known = {key: value for key, value in options.items() if value is not None}
         return {key: shorten(value) if isinstance(value, str) else value for key, value in known.items()}
+
+    def _check_input(self, inputs: Inputs, state: State) -> tuple[Digest, FilePosition]:
+        """What was read before the current file, and the place in that. Raises CheckpointMismatch for other files."""
+        digest, file_position = inputs.check_before(state), tuple(state["at"])
+        self._check_current_file(inputs, digest.files, state["file"], file_position)
+        return digest, file_position
 
     def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
         name, size = inputs.names[index], inputs.known_size(index)

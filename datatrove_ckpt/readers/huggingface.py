@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import orjson
 from datatrove.data import Document
+from datatrove.io import get_datafolder
 from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
@@ -35,6 +36,7 @@ from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Ro
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.readers.steps import plain_settings
+from datatrove_ckpt.readers.tables import IpcReader
 
 _SHUFFLE_SEED = 42  # datatrove's
 _SHOWN_COLUMNS = 20
@@ -125,14 +127,28 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
         return streamed
 
+    def saved_files(self) -> SavedFiles | None:
+        """A reader of the Arrow files of a dataset that ``save_to_disk`` has written.
+
+        None: there are none, or ``datasets`` makes the values when it reads them, as it does those of images.
+        """
+        if not self.load_from_disk:
+            return None
+        folder = get_datafolder(self.dataset)
+        try:
+            state, info = (orjson.loads(folder.cat_file(name)) for name in ("state.json", "dataset_info.json"))
+        except FileNotFoundError:
+            return None
+        if state.get("_indices_data_files") or not _is_plain(info.get("features")):
+            return None
+        return SavedFiles(self, [str(file["filename"]) for file in state["_data_files"]])
+
     # SeekingReader -------------------------------------------------------------------------------------------------
 
     def _options(self) -> State:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        if self.shuffle_seed is not None:  # set by ReaderDataset
-            raise ConfigError("shuffle_seed: HuggingFaceDatasetReader cannot shuffle by a seed. Leave it out.")
         return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
 
     def _input_extent(self, inputs: Inputs) -> InputExtent:
@@ -284,6 +300,39 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _explain(self, error: Exception, commit: str | None) -> str:
         return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
+
+
+class SavedFiles(IpcReader):
+    """The Arrow files of a saved dataset: see ``HuggingFaceDatasetReader.saved_files``.
+
+    Documents are those of the dataset's reader, but a default id has file and row.
+    """
+
+    def __init__(self, reader: HuggingFaceDatasetReader, names: list[str]) -> None:
+        options = {name: getattr(reader, name) for name in ("limit", "skip", "text_key", "id_key")}
+        seed = _SHUFFLE_SEED if reader.shuffle_files else None
+        super().__init__(reader.dataset, shuffle_seed=seed, **options)
+        self._reader, self._names = reader, names
+
+    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
+        """That of the dataset's reader."""
+        return self._reader.get_document_from_dict(data, self._reader.dataset, f"{source_file}/{id_in_file}")
+
+    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+        return Inputs(self.data_folder, self._names).of_rank(rank, world_size)
+
+
+_PLAIN_TYPES = ("Value", "ClassLabel", "List", "LargeList", "Sequence", "Translation", "TranslationVariableLanguages")
+
+
+def _is_plain(features: Any) -> bool:
+    """Whether the values of these features are those that the files hold."""
+    if isinstance(features, list):
+        return all(map(_is_plain, features))
+    if not isinstance(features, dict):
+        return True
+    kind = features.get("_type", "Value")
+    return (not isinstance(kind, str) or kind in _PLAIN_TYPES) and all(map(_is_plain, features.values()))
 
 
 def _count_rows(inputs: Inputs) -> int | None:

@@ -15,7 +15,7 @@ from datatrove_ckpt.mirror import object_store
 
 EFFECTS = ("make_dir", "create", "write", "sync", "rename", "truncate", "remove", "remove_dir", "remove_tree", "commit")
 """The names of the effects on disk: methods of ``files.Disk``."""
-REMOTE_EFFECTS = ("put", "copy", "delete")
+REMOTE_EFFECTS = ("put", "put_file", "copy", "delete")
 """The names of the effects on a remote: methods of ``object_store.Effects``."""
 
 Arguments: TypeAlias = tuple[Any, ...]

@@ -6,9 +6,12 @@
     index.py      the rows of an input by number
     blocks.py     BlockInput: the input as blocks of rows; block_formats.py: what a format gives
     samples.py    rows of a table as dicts and arrays, and rows taken out of batches
-    states.py     states of workers, and of all ranks together
+    states.py     states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
+    seals.py      checksums of states, and files that hold them
     packing.py    Pack: rows of tokens as samples of one length
     mixing.py     Mix: several sources, drawn by weight
+    checkpoints.py  TrainingCheckpoints: all states of a training, saved together; steps.py: the folders;
+                  ranks.py: what ranks tell each other
     stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
 
 What needs torch is imported at its first use, so that the rest can be imported and tested without it.
@@ -16,19 +19,31 @@ What needs torch is imported at its first use, so that the rest can be imported 
 
 from typing import TYPE_CHECKING
 
+from datatrove_ckpt.torch.merging import gather, merge
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.packing import Pack
-from datatrove_ckpt.torch.states import gather, merge
 
 if TYPE_CHECKING:
+    from datatrove_ckpt.torch.checkpoints import LossSpikes, TrainingCheckpoints
     from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
 
-__all__ = ["Mix", "Pack", "ReaderDataset", "Sample", "gather", "merge", "restore", "text_and_id"]
+__all__ = [
+    "LossSpikes",
+    "Mix",
+    "Pack",
+    "ReaderDataset",
+    "Sample",
+    "TrainingCheckpoints",
+    "gather",
+    "merge",
+    "restore",
+    "text_and_id",
+]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from datatrove_ckpt.torch import dataset
+    from datatrove_ckpt.torch import checkpoints, dataset
 
-    return getattr(dataset, name)
+    return getattr(checkpoints if name in ("LossSpikes", "TrainingCheckpoints") else dataset, name)

@@ -30,32 +30,31 @@ from loguru import logger
 from torch.utils.data import IterableDataset, get_worker_info
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.epoch import (
+    STREAM_VERSION,
     Epoch,
     Plan,
     Settings,
     Sharding,
     StreamEpoch,
+    check_stream,
     is_stream_state,
     parse_window,
     start_state,
 )
 from datatrove_ckpt.torch.index import Index
-from datatrove_ckpt.torch.order import Even, Topology
-from datatrove_ckpt.torch.stateful import Handle, Iterations, NoSamples, Shared
-from datatrove_ckpt.torch.states import DatasetState, Slot, check_snapshots, find_states, load_file, merge_states
+from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
+from datatrove_ckpt.torch.order import OPEN_BLOCKS, Even, Topology
+from datatrove_ckpt.torch.seals import check_seals, find_states, load_file, sealed
+from datatrove_ckpt.torch.stateful import Handle, Iterations, Loaded, NoSamples, Shared, StatefulWrapper
+from datatrove_ckpt.torch.states import DatasetState, Slot, is_state
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
 
 Iteration: TypeAlias = Epoch | StreamEpoch | NoSamples
-
-_LOADED_TOO_LATE = (
-    "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
-    "the first epoch, or make a new loader."
-)
 
 
 def text_and_id(document: Document) -> dict[str, str]:
@@ -68,7 +67,9 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
 
     Args:
         reader: one of this package's readers. It is copied, and its own state does not change. Its ``skip`` and
-            ``limit`` count rows of the whole input; documents, if the rows are not counted.
+            ``limit`` count rows of the whole input; documents, if the rows are not counted. A
+            ``HuggingFaceDatasetReader`` is read as Arrow files with ``load_from_disk=True``, except values that
+            ``datasets`` makes (images, sound, arrays); of others the rows are not counted.
         rank: the rank of this process in the training.
         world_size: the number of processes in the training.
         shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the
@@ -92,7 +93,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         indexed: False: do not count the rows of the input; see ``StreamEpoch``.
 
     Raises:
-        ConfigError: the reader cannot seek, or an argument is not allowed.
+        ConfigError: the reader cannot seek or not shuffle by ``shuffle_seed``, or an argument is not allowed.
         InputError: a file of the input is damaged.
     """
 
@@ -127,14 +128,23 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
         if arrays and (columns is None or batch_size is None):
             raise ConfigError("arrays=True needs columns and batch_size.")
-        seed = reader.shuffle_seed if shuffle_seed is None else shuffle_seed
+        saved = reader.saved_files() if indexed and isinstance(reader, HuggingFaceDatasetReader) else None
+        self._files_reader = files = saved or reader
+        seed = files.shuffle_seed if shuffle_seed is None else shuffle_seed
         batch = 1 if batch_size is None else batch_size
         self.settings = Settings(seed, parse_window(shuffle_window), sharding, even, batch)
         self._index: Index | None = None
-        if indexed and isinstance(reader, JsonlReader | ParquetReader | IpcReader):
+        if indexed and isinstance(files, JsonlReader | ParquetReader | IpcReader):
             self._index = Index(self._plain_reader)
             if self.settings.seed is not None or arrays:  # rows of several files come together
                 self._index.blocks.unify(columns)
+            self._warn_of_small_window(shuffle_window)
+        elif shuffle_seed is not None and isinstance(reader, HuggingFaceDatasetReader):
+            raise ConfigError(
+                f"shuffle_seed={shuffle_seed}: the rows of this HuggingFaceDatasetReader are not counted, so that it "
+                "cannot shuffle by a seed. Leave it out, or save the dataset with save_to_disk, and read it with "
+                "load_from_disk=True."
+            )
         elif even is not None or columns is not None:
             raise ConfigError(
                 f"even and columns need the number of rows, and those of {type(reader).__name__} are not counted"
@@ -142,17 +152,28 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 "IpcReader."
             )
         self._shared = Shared()
-        self._next_state: State | None = None
-        self._load_number = 0
+        self._loaded = Loaded(self._shared)
         self._running: Iteration | None = None
         self._iterations = Iterations()
 
     @cached_property
     def _plain_reader(self) -> SeekingReader:
         """The reader, without a shuffle of its own: the order is that of the epoch."""
-        reader = copy.copy(self.reader)
+        reader = copy.copy(self._files_reader)
         reader.shuffle_seed = None
         return reader
+
+    def _warn_of_small_window(self, given: int | str) -> None:
+        mean = (
+            0.0 if self._index is None or self.settings.seed is None else self._index.table.mean(self.settings.window)
+        )
+        if self.settings.window.limit < 2 * mean and self.rank == 0:
+            unit = "rows" if self.settings.window.rows else "bytes"
+            logger.warning(
+                f"shuffle_window={given!r} is less than two row groups or other parts of a file, which have "
+                f"{mean:.0f} {unit} each: rows of different parts hardly mix. Make it at least "
+                f"{OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller row groups."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # For workers that are not forked. They iterate themselves.
@@ -184,8 +205,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
     def at_epoch(self, epoch: int) -> ReaderDataset:
         """A copy that begins this epoch. Later calls of ``set_epoch`` and ``load_state_dict`` do not reach it."""
         other = copy.copy(self)
-        other._shared, other._load_number = Shared(), 0
-        other._next_state = other._running = None
+        other._shared, other._running = Shared(), None
+        other._loaded = Loaded(other._shared)
         other._iterations = Iterations()
         other.set_epoch(epoch)
         return other
@@ -200,13 +221,11 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
     def _begin(self, number: int | None, workers: int) -> Iteration:
         """``number``: of this worker, or None."""
         slot = Slot(self.rank, self.world_size, number or 0, workers)
-        if self._next_state is None and number is not None and self._shared.loads > self._load_number >= 0:
-            return NoSamples(ConfigError(_LOADED_TOO_LATE))
-        state = self._take_state(number)
         try:
+            state = self._loaded.take(number)
             epoch, is_next = self._epoch_of(state)
             self._check_again(state, epoch, slot)
-        except CheckpointMismatch as error:
+        except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
             return NoSamples(error)  # raised here, it would end the workers only after seconds
@@ -243,23 +262,32 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             )
         if self._running is not None:
             self._iterations.check(self)
-            return self._running.state()
-        if self._next_state is not None:
-            return self._next_state
+            return sealed(self._running.state())
+        if self._loaded.state is not None:
+            return self._loaded.state
         if self._index is None:
-            return start_state(self.shuffle_seed, self._shared.epoch)
+            return sealed(start_state(self.shuffle_seed, self._shared.epoch))
         order = self.settings.order | {"shares": None}
-        return DatasetState(self._shared.epoch, order, self._index.state).to_json()
+        return sealed(DatasetState(self._shared.epoch, order, self._index.state).to_json())
 
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next iteration resume there: with a state of this rank, or with one of all ranks (``merge``).
 
         Raises:
+            CheckpointCorrupt: the state is damaged.
             CheckpointMismatch: the state was made in another order or of other files, or by another release. That it
                 belongs to another worker is found when the iteration begins.
         """
-        if not is_stream_state(state_dict):
-            then = DatasetState.from_json(state_dict)
+        self.check_state(state_dict)
+        self._loaded.put(state_dict)
+        self._running = None
+        self._iterations.forget()
+
+    def check_state(self, state: State) -> None:
+        """Raises what ``load_state_dict`` does, and loads nothing."""
+        check_seals(state)
+        if not is_stream_state(state):
+            then = DatasetState.from_json(state)
             if self._index is None:
                 raise CheckpointMismatch(
                     "The state was made of an input whose rows were counted. Resume with indexed=True and the same "
@@ -267,25 +295,23 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
                 )
             then.check_order(self.settings.order)
             self._index.check(then.input)
-        elif state_dict["shuffle_seed"] != self.shuffle_seed:
+        elif state.get("version", STREAM_VERSION) != STREAM_VERSION:
             raise CheckpointMismatch(
-                f"The state was made with shuffle_seed={state_dict['shuffle_seed']}, and this is {self.shuffle_seed}. "
+                f"The state is of version {state['version']} of rows that are not counted, and this release reads "
+                f"version {STREAM_VERSION}. Resume with the release that made it."
+            )
+        elif state["shuffle_seed"] != self.shuffle_seed:
+            raise CheckpointMismatch(
+                f"The state was made with shuffle_seed={state['shuffle_seed']}, and this is {self.shuffle_seed}. "
                 "Use the same, or start without the state."
             )
-        self._next_state = state_dict
-        self._running = None
-        self._iterations.forget()
-        self._load_number = -1 if get_worker_info() else self._shared.note_load()
 
-    def _take_state(self, worker: int | None) -> State | None:
-        """The state that this iteration resumes from. Each worker takes a state once."""
-        state = self._next_state
-        if state is None:
-            return None
-        if worker is None or self._load_number < 0:
-            self._next_state = None
-            return state
-        return state if self._shared.take_load(self._load_number, worker) else None
+    def made(self, state: State, workers: int) -> bool:
+        """Whether a worker of this rank made the state, with the number of ranks, ``workers`` and settings of now."""
+        then = DatasetState.from_json(state)
+        made_by = then.slot and (then.slot.rank, then.slot.world_size, then.slot.workers, then.batch, then.even)
+        own = (self.rank, self.world_size, workers, self.settings.batch, self.settings.even)
+        return made_by in (None, own)
 
     def _epoch_of(self, state: State | None) -> tuple[int, bool]:
         """The number of this epoch, and whether it is the one after that of the state, which had ended.
@@ -332,7 +358,8 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
 
     Args:
-        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``. It has not begun yet.
+        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or ``Mix``. It has not begun
+            yet.
         states: ``loader.state_dict()`` of each rank, in any order, or files that ``torch.save`` has made of them; or
             one state that ``gather`` or ``merge`` has made.
 
@@ -341,54 +368,55 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
         had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
 
     Raises:
-        ConfigError: the loader has no ``ReaderDataset``, or there is no state of one.
-        CheckpointMismatch: see ``merge`` and ``ReaderDataset.load_state_dict``.
+        ConfigError: the loader has no such dataset, or there is no state of one.
+        CheckpointCorrupt: a state or file is damaged.
+        CheckpointMismatch: files, seed or another setting have changed; see ``merge`` and
+            ``ReaderDataset.load_state_dict``.
     """
     dataset = loader.dataset
-    if not isinstance(dataset, ReaderDataset):
+    if not isinstance(dataset, ReaderDataset | StatefulWrapper):
         raise ConfigError(
-            f"restore() needs a loader of a ReaderDataset, and this one has a {type(dataset).__name__}. Use "
-            "loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
+            f"restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a {type(dataset).__name__}. "
+            "Use loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
-    if dataset._index is None or not any(list(find_states(state)) for state in loaded):
+    found = [list(find_states(state, is_ours)) for state in loaded]
+    if isinstance(dataset, ReaderDataset) and (dataset._index is None or not any(found)):
         return _restore_own(loader, loaded)
-    found = [[DatasetState.from_json(one) for one in find_states(state)] for state in loaded]
-    merged = merge_states([one for those in found for one in those])
-    finished = [bool(state.get("_iterator_finished")) for state in loaded]
-    if merged.ended or all(finished):
-        return merged.epoch + 1
+    merged = merge_all([one for those in found for one in those])
+    epoch, finished = int(merged["epoch"]), [bool(state.get("_iterator_finished")) for state in loaded]
+    if merged.get("ended") or merged.get("finished") or all(finished):
+        return epoch + 1
+    dataset.check_state(merged)
     if hasattr(loader, "load_state_dict") and not any(finished):
+        workers = loader.num_workers
         for state, those in zip(loaded, found, strict=True):
-            if _is_own(state, those, dataset, loader.num_workers):
+            is_of_loader = those and ("_snapshot" if workers else "_num_yielded") in state
+            if is_of_loader and all(dataset.made(one, max(1, workers)) for one in those):
                 loader.load_state_dict(state)  # the same samples follow, in the same batches
-                return merged.epoch
+                return epoch
     check_snapshots(loaded)
-    dataset.load_state_dict(merged.to_json())
-    return merged.epoch
+    dataset.load_state_dict(merged)
+    return epoch
 
 
 def _restore_own(loader: Any, states: list[Any]) -> int:
     """For input that is not counted, and for states of release 0.1: each rank has a state of its own."""
-    counted = next(find_states(states), None)
+    dataset = loader.dataset
+    counted = next(find_states(states, is_state), None)
     if counted is not None:
-        loader.dataset.load_state_dict(counted)  # which refuses it
+        dataset.check_state(counted)  # which refuses it
     for state in states:
         those = list(find_states(state, is_stream_state))
-        if those and (len(states) == 1 or those[0].get("slot", [None])[0] == loader.dataset.rank):
+        if those and (len(states) == 1 or those[0].get("slot", [None])[0] == dataset.rank):
             if all(one.get("ended") for one in those):
                 return int(those[0]["epoch"]) + 1
+            for one in those:
+                dataset.check_state(one)
+                check_stream(dataset.reader, one)
             loader.load_state_dict(state)
             return int(those[0]["epoch"])
     raise ConfigError(
-        f"There is no state of rank {loader.dataset.rank} in the {len(states)} that were given. Give the loaders' "
+        f"There is no state of rank {dataset.rank} in the {len(states)} that were given. Give the loaders' "
         "state_dict() of all ranks."
-    )
-
-
-def _is_own(state: Any, those: list[DatasetState], dataset: Any, workers: int) -> bool:
-    """Whether this rank's loader made the state, with the same topology."""
-    own = (dataset.rank, dataset.world_size, max(1, workers), dataset.settings.batch, dataset.settings.even)
-    return ("_snapshot" if workers else "_num_yielded") in state and all(
-        one.slot and (one.slot.rank, one.slot.world_size, one.slot.workers, one.batch, one.even) == own for one in those
     )

@@ -13,7 +13,6 @@ belongs to its number of ranks and workers. States of release 0.1 are of this ki
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,6 +22,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.index import Index, Row, RowSource
@@ -43,8 +43,9 @@ from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 
 Sharding: TypeAlias = Literal["auto", "files", "rows"]
 
+STREAM_VERSION = 1
+"""Of the states of ``StreamEpoch``. Those without a number are of this one."""
 _UNEVEN = 0.01
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,8 @@ def parse_window(window: int | str) -> Window:
     Raises:
         ConfigError: it is neither.
     """
-    if isinstance(window, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?|)B", window.strip().upper())):
-        number, unit = found.groups()
-        return Window(bytes=max(1, int(float(number) * _UNITS[unit])))
+    if isinstance(window, str) and (size := parse_bytes(window)) is not None:
+        return Window(bytes=max(1, size))
     if isinstance(window, int) and not isinstance(window, bool) and window > 0:
         return Window(rows=window, bytes=None)
     raise ConfigError(f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.')
@@ -190,9 +190,7 @@ class StreamEpoch(Iterator[Any]):
     ) -> None:
         self.epoch, self._slot, self._seed = epoch, slot, seed
         self._transform = transform
-        self._reader = copy.copy(reader)
-        if seed is not None:
-            self._reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+        self._reader = _of_epoch(reader, seed, epoch)
         index, count = slot.rank * slot.workers + slot.worker, slot.world_size * slot.workers
         position = then and then["reader"]
         if then is not None:
@@ -217,9 +215,24 @@ class StreamEpoch(Iterator[Any]):
         return start | known | ({"files": self._files} if self._files else {})
 
 
+def check_stream(reader: SeekingReader, then: State) -> None:
+    """Raises CheckpointMismatch if a state is of other files, or of a reader with other options. Reads no row."""
+    if "files" in then:
+        _files(reader, then["files"])
+    if (position := then["reader"]) and "shard" in position:
+        _of_epoch(reader, then["shuffle_seed"], then["epoch"]).check_shard(position)
+
+
+def _of_epoch(reader: SeekingReader, seed: int | None, epoch: int) -> SeekingReader:
+    reader = copy.copy(reader)
+    if seed is not None:
+        reader.shuffle_seed = xxh3_64_intdigest(f"{seed}/{epoch}".encode()) >> 11
+    return reader
+
+
 def start_state(seed: int | None, epoch: int) -> State:
     """The state before an epoch."""
-    return {"shuffle_seed": seed, "epoch": epoch, "reader": None}
+    return {"version": STREAM_VERSION, "shuffle_seed": seed, "epoch": epoch, "reader": None}
 
 
 def is_stream_state(content: State) -> bool:

@@ -4,7 +4,8 @@
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
 Which source the n-th sample comes from is a hash of seed, epoch, rank, worker and n: nothing else has to be kept, and
-stops change nothing.
+stops change nothing. Where the states of several workers become one, n goes on at the sum of theirs: no number of a
+worker is drawn twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.torch.stateful import State, StatefulWrapper, at_epoch
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.stateful import StatefulWrapper, at_epoch, end_state
 
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 
@@ -31,7 +33,11 @@ _PASS = 32  # bits: the n-th pass of a source in epoch e is its epoch e + (n << 
 class Mix(StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
-    Each worker draws for itself, from its own shares of the sources. A state belongs to its rank and worker.
+    Each worker draws for itself, from its own shares of the sources. Another number of ranks or workers continues with
+    the states of all (``restore``, ``merge``), if the sources' rows are counted. What is left of each source is dealt
+    out anew, and other draws follow, which depend on the states alone. No sample comes twice, and with "drop" none is
+    left out. With "repeat" none is left out either: a source goes on in the first pass that is not over for all, so
+    that samples of later passes, which some workers had begun, may come once more.
 
     Args:
         sources: stateful iterables.
@@ -82,9 +88,12 @@ class Mix(StatefulWrapper):
         draws = f"{self.seed}/{epoch}/{self.rank}/{worker[0]}/{worker[1]}"
         return Mixing(self, epoch, draws, started, 0 if state is None else int(state["drawn"]))
 
+    def _source_states(self, state: State) -> list[State | None]:
+        return [one["state"] for one in state.get("sources", [])]
+
     def _start(self, number: int, epoch: int, state: State | None) -> _Source:
         """Starts a source, or resumes it. One that has ended is not touched."""
-        one = _Source(number) if state is None else _Source(number, *(state[key] for key in _KEPT))
+        one = _Source(number) if state is None else _Source(number, *(state[key] for key in (*_KEPT, "state")))
         if one.is_live:
             self.begin_pass(one, epoch, None if state is None else state["state"])
         return one
@@ -96,6 +105,7 @@ class Mix(StatefulWrapper):
         if state is not None:
             one.iterable.load_state_dict(state)
         one.iterator = iter(one.iterable)
+        one.is_at_end, one.last = False, None
 
 
 _KEPT = ("passes", "has_given", "has_ended", "is_live")
@@ -111,6 +121,7 @@ class _Source:
         has_given: whether this pass gave a sample. A source without any is not begun again.
         has_ended: whether a pass has ended.
         is_live: whether it is drawn.
+        last: at its end, its state there.
     """
 
     number: int
@@ -118,12 +129,14 @@ class _Source:
     has_given: bool = False
     has_ended: bool = False
     is_live: bool = True
+    last: State | None = None
+    is_at_end: bool = True
     iterable: Any = None
     iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def state(self) -> State:
         kept = {key: getattr(self, key) for key in _KEPT}
-        return kept | {"state": self.iterable.state_dict() if self.is_live else None}
+        return kept | {"state": self.last if self.is_at_end else self.iterable.state_dict()}
 
 
 class Mixing(Iterator[Any]):
@@ -152,8 +165,7 @@ class Mixing(Iterator[Any]):
         raise StopIteration
 
     def state(self) -> State:
-        # A finished source is not asked: its state may be that of its next epoch.
-        return {"drawn": self._drawn, "sources": [] if self.finished else [one.state() for one in self._sources]}
+        return {"drawn": self._drawn, "sources": [one.state() for one in self._sources]}
 
     def _weigh(self) -> None:
         self._live = [source for source in self._sources if source.is_live]
@@ -161,7 +173,8 @@ class Mixing(Iterator[Any]):
 
     def _end(self, source: _Source) -> None:
         """A source gave no more samples. The same number is drawn again, from what is there now."""
-        source.has_ended = True
+        source.has_ended = source.is_at_end = True
+        source.last = end_state(source.iterable)
         if not source.has_given and source.number not in self._mix.warned:
             self._mix.warned.add(source.number)
             what = "so the epoch ends there" if self._mix.at_end == "stop" else "so the others are read alone"

@@ -217,6 +217,10 @@ class BlockTable:
         """What each block takes of the window."""
         return self.rows if window.rows is not None else np.maximum(self.bytes, 1)
 
+    def mean(self, window: Window) -> float:
+        """What a block takes of the window on average; 0: there are not two."""
+        return float(self.weights(window)[self.used].mean()) if len(self.used) > 1 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.torch.stateful import State, StatefulWrapper
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state, place_of
 
 Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
@@ -28,7 +29,10 @@ _NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a Reade
 class Pack(StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
-    Each worker packs its own share of the rows. A state belongs to its rank and worker.
+    Each worker packs its own share of the rows. Another number of ranks or workers continues with the states of all
+    (``restore``, ``merge``), if the source's rows are counted: each row is packed once, and what each packer had left
+    of its rows goes to one of the new ones, as a row of its own. Which rows share a sample changes. At the end of the
+    epoch each of the new packers drops or fills up one sample.
 
     Args:
         source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids. Lists, numpy
@@ -81,27 +85,34 @@ class Pack(StatefulWrapper):
 
     def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Packing:
         (source,) = self._sources
-        rest = None
-        if state is not None:
+        state = state or {}
+        if state:
             source.load_state_dict(state["source"])
-            rest = {name: _decoded(tokens) for name, tokens in state["rest"].items()}
-        return Packing(self, source, rest)
+        rank, ranks = place_of(self) or (0, 1)
+        own = slice(worker[0] * ranks + rank, None, ranks * worker[1])
+        rests = [state["rest"]] if "rest" in state else state.get("rests", [])[own]
+        held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
+        return Packing(self, source, held, state.get("given", 0))
+
+    def _source_states(self, state: State) -> list[State | None]:
+        return [state.get("source")]
 
 
 class Packing(Iterator[Any]):
     """One pass of a ``Pack``. Holds less than one sample, and what follows of one row."""
 
-    def __init__(self, pack: Pack, source: Any, rest: dict[str, Tokens] | None) -> None:
+    def __init__(self, pack: Pack, source: Any, rests: Sequence[dict[str, Tokens]], given: int) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
         self._rows = iter(source)
+        self._given = given
         self._names = pack.columns + [_FIRST] * pack.positions
-        self._held: dict[str, list[Tokens]] = {
-            name: [rest[name]] if rest and len(rest[name]) else [] for name in self._names
-        }
+        self._held: dict[str, list[Tokens]] = {name: [] for name in self._names}
         self._start = 0  # how much of the first array is in samples already
-        self._count = len(rest[pack.columns[0]]) if rest else 0
+        self._count = 0
+        for rest in rests:
+            self._hold(rest)
 
     def __next__(self) -> dict[str, Tokens]:
         length = self._pack.length
@@ -120,8 +131,8 @@ class Packing(Iterator[Any]):
 
     def state(self) -> State:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        # A finished source is not asked: its state may be that of its next epoch.
-        return {"source": None if self.finished else self._source.state_dict(), "rest": rest}
+        source = end_state(self._source) if self.finished else self._source.state_dict()
+        return {"given": self._given, "source": source, "rest": rest}
 
     def _add(self, row: Any) -> None:
         columns = self._pack.columns
@@ -130,11 +141,15 @@ class Packing(Iterator[Any]):
         if any(len(other) != size for other in tokens):
             lengths = ", ".join(f"{len(other)} {name}" for name, other in zip(columns, tokens, strict=True))
             raise ConfigError(f"The columns of a row differ in length: {lengths}. Each must have one value per token.")
+        self._hold(dict(zip(columns, tokens, strict=True)), self._pack.separator)
+
+    def _hold(self, row: dict[str, Tokens], separator: dict[str, int] | None = None) -> None:
+        """Adds a row, or what a packer had left. That began a sample, so its positions begin at 0 again."""
+        size = len(row[self._pack.columns[0]])
         if not size:
             return
-        separator = self._pack.separator
-        for name, these in zip(columns, tokens, strict=True):
-            held = self._held[name]
+        for name in self._pack.columns:
+            these, held = row[name], self._held[name]
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it {held[-1].dtype}: joined, one "
@@ -143,11 +158,12 @@ class Packing(Iterator[Any]):
             held.append(these)
             if separator is not None:
                 held.append(np.full(1, separator[name], these.dtype))
-        self._count += size + (separator is not None)
+        size += separator is not None
         if self._pack.positions:
-            first = np.zeros(size + (separator is not None), np.bool_)
+            first = row.get(_FIRST, np.zeros(size, np.bool_)).copy()
             first[0] = True
             self._held[_FIRST].append(first)
+        self._count += size
 
     def _joined(self, name: str) -> Tokens:
         held = self._held[name]
@@ -179,6 +195,7 @@ class Packing(Iterator[Any]):
         return padded
 
     def _sample(self, columns: dict[str, Tokens]) -> dict[str, Tokens]:
+        self._given += 1
         first = columns.pop(_FIRST, None)
         if first is not None:
             index = np.arange(len(first))

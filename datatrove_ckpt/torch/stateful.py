@@ -13,10 +13,12 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import ref
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.seals import check_seals, sealed
 
 if TYPE_CHECKING:
 
@@ -85,10 +87,7 @@ class Iterations:
         return Iterations, ()  # copies in workers iterate themselves
 
 
-State: TypeAlias = dict[str, Any]
-"""The state of a wrapper: plain JSON values, if the states of its sources are."""
-
-_VERSION = 1
+_VERSIONS = 1, 2  # the second one may be of all workers
 _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
@@ -105,7 +104,8 @@ class Iteration(Iterator[Any], Protocol):
 class StatefulWrapper(_Iterable):
     """An iterable of other iterables, whose position can be saved and restored.
 
-    The state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own.
+    A state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own. ``merge``
+    makes one of those of all workers, if the sources are datasets whose rows are counted, or wrappers of these.
 
     Raises:
         ConfigError: a source is not stateful.
@@ -122,13 +122,17 @@ class StatefulWrapper(_Iterable):
                 )
         self._sources = list(sources)
         self._shared = Shared()
-        self._next_state: State | None = None
+        self._loaded = Loaded(self._shared)
         self._running: tuple[int, tuple[int, int], Iteration] | None = None
         self._iterations = Iterations()
 
     @abstractmethod
     def _options(self) -> State:
         """The settings that a state belongs to. Plain JSON."""
+
+    @abstractmethod
+    def _source_states(self, state: State) -> list[State | None]:
+        """The states of the sources, in their order. None: that of one that had ended."""
 
     @abstractmethod
     def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Iteration:
@@ -147,28 +151,35 @@ class StatefulWrapper(_Iterable):
         other._shared = Shared()
         other._shared.set_epoch(epoch)
         other._sources = [at_epoch(source, epoch) for source in self._sources]
-        other._next_state = other._running = None
+        other._loaded, other._running = Loaded(other._shared), None
         other._iterations = Iterations()
         return other
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
-        state, self._next_state = self._next_state, None
-        epoch, worker = self._shared.epoch, this_worker()
+        number, workers = this_worker()
+        if number is None:
+            self._shared.forget_workers()
+        self._running = self._begin(number, (number or 0, workers))
+        return self._iterations.begin(self._running[2], lambda: self._shared.note_read(number))
+
+    def _begin(self, number: int | None, worker: tuple[int, int]) -> tuple[int, tuple[int, int], Iteration]:
+        epoch = self._shared.epoch
+        try:
+            state = self._loaded.take(number)
+        except ConfigError as error:
+            return epoch, worker, NoSamples(error)  # raised here, it would end the workers only after seconds
         if state is not None and state["finished"] and epoch > state["epoch"]:
             state = None  # of the end of an epoch before
-        if state is not None:
-            self._check_place(state, epoch, worker)
-            epoch = int(state["epoch"])
-        running: Iteration
-        if state is not None and state["finished"]:
-            self._shared.note_resumed_at_end(worker[0])
-            running = NoSamples(state=state)
-        else:
-            again = None if state is not None else self._shared.comes_again(self, epoch, *worker)
-            running = self._iteration(epoch, worker, state) if again is None else NoSamples(again)
-        self._running = epoch, worker, running
-        return self._iterations.begin(running)
+        if state is None:
+            again = self._shared.comes_again(self, epoch, number, worker[1])
+            return epoch, worker, self._iteration(epoch, worker, None) if again is None else NoSamples(again)
+        self._check_place(state, epoch, worker)
+        epoch = int(state["epoch"])
+        if state["finished"]:
+            self._shared.note_resumed_at_end(number)
+            return epoch, worker, NoSamples(state=state)
+        return epoch, worker, self._iteration(epoch, worker, state)
 
     def state_dict(self) -> State:
         """The position of the latest iteration.
@@ -176,9 +187,10 @@ class StatefulWrapper(_Iterable):
         Raises:
             ConfigError: nothing was read here. With workers, the datasets that were read are copies in other processes.
         """
-        if self._next_state is not None:
-            return self._next_state
-        if self._running is None:
+        others_read = this_worker()[0] is None and self._shared.workers_read
+        if self._running is None and self._loaded.state is not None and not others_read:
+            return self._loaded.state
+        if self._running is None or others_read:
             raise ConfigError(
                 f"This {type(self).__name__} was not iterated in this process, so it has no position. If a DataLoader "
                 "with workers reads it, use torchdata's StatefulDataLoader and its state_dict()."
@@ -188,32 +200,52 @@ class StatefulWrapper(_Iterable):
         place = place_of(self)
         # The iteration's state comes first: it may notice that it has finished.
         state = running.state()
-        head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
+        head = {"kind": type(self).__name__, "version": _VERSIONS[-1], "options": self._options()}
         head |= {"epoch": epoch, "worker": list(worker), "place": place and list(place)}
-        return head | {"finished": running.finished} | state
+        return sealed(head | {"finished": running.finished} | state)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next iteration resume there.
 
         Raises:
-            CheckpointMismatch: the state is of another class, version or setting. Differences of the sources, of the
-                epoch and of the workers are found when the iteration begins.
+            CheckpointCorrupt: the state is damaged.
+            CheckpointMismatch: the state is of another class, version or setting, or those of the sources are. That it
+                belongs to another epoch or worker is found when the iteration begins.
         """
+        self.check_state(state_dict)
+        self._loaded.put(state_dict)
+        self._running = None
+        self._iterations.forget()
+
+    def check_state(self, state: State) -> None:
+        """Raises what ``load_state_dict`` does, and loads nothing."""
+        check_seals(state)
         name = type(self).__name__
-        made_by = state_dict.get("kind"), state_dict.get("version")
-        if made_by != (name, _VERSION):
+        if state.get("kind") != name or state.get("version") not in _VERSIONS:
             raise CheckpointMismatch(
-                f"This is no state of {name} (version {_VERSION}): it says {made_by[0]!r} (version {made_by[1]}). "
-                "Load it into what made it, or start the epoch again without it."
+                f"This is no state of {name} (version {_VERSIONS[-1]}): it says {state.get('kind')!r} (version "
+                f"{state.get('version')}). Load it into what made it, or start the epoch again without it."
             )
-        then, now = state_dict["options"], self._options()
+        then, now = state["options"], self._options()
         for key in now:
             if then.get(key) != now[key]:
                 raise CheckpointMismatch(
                     f"The state of {name} was made with {key}={then.get(key)!r}, now {now[key]!r}. {_REMEDY}"
                 )
-        self._next_state = state_dict
-        self._iterations.forget()
+        for source, its in self._sources_with(state):
+            if hasattr(source, "check_state"):
+                source.check_state(its)
+
+    def made(self, state: State, workers: int) -> bool:
+        """Whether a worker of this rank made the state, with as many ranks and ``workers`` as there are now."""
+        if state["worker"] is None:
+            return True  # of all workers
+        own = state["worker"][1] == workers and state["place"] == [*(place_of(self) or ())]
+        return own and all(one.made(its, workers) for one, its in self._sources_with(state))
+
+    def _sources_with(self, state: State) -> list[tuple[Any, State]]:
+        found = zip(self._sources, self._source_states(state), strict=False)
+        return [(source, its) for source, its in found if its is not None]
 
     def _check_place(self, state: State, epoch: int, worker: tuple[int, int]) -> None:
         name = type(self).__name__
@@ -222,17 +254,20 @@ class StatefulWrapper(_Iterable):
                 f"The state of {name} was made in epoch {state['epoch']}, and set_epoch said {epoch}. Continue with "
                 f"epoch {state['epoch']}, or start epoch {epoch} without the state."
             )
+        if state["worker"] is None:
+            return  # of all workers
         if tuple(state["worker"]) != worker:
             raise CheckpointMismatch(
                 f"The state of {name} was made by worker {state['worker'][0]} of {state['worker'][1]}, and this is "
-                f"worker {worker[0]} of {worker[1]}. Resume with the same num_workers, in torchdata's "
-                "StatefulDataLoader, which keeps one state per worker."
+                f"worker {worker[0]} of {worker[1]}. Resume with the same num_workers, or give the states of all ranks "
+                "to datatrove_ckpt.torch.restore(loader, states)."
             )
         then, now = state.get("place"), place_of(self)
         if then and now and tuple(then) != now:
             raise CheckpointMismatch(
                 f"The state of {name} was made by rank {then[0]} of {then[1]}, and this is rank {now[0]} of {now[1]}. "
-                "Resume with the same world_size, and each rank with its own state."
+                "Resume with the same world_size, and each rank with its own state, or give the states of all ranks to "
+                "datatrove_ckpt.torch.restore(loader, states)."
             )
 
 
@@ -354,6 +389,38 @@ class Shared:
         return _PER_WORKER + (_CELLS if worker is None else worker % _CELLS)
 
 
+_LOADED_TOO_LATE = (
+    "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
+    "the first epoch, or make a new loader."
+)
+
+
+class Loaded:
+    """The state that the next iteration resumes from, once in each worker: these have copies of it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._number = shared, 0
+        self.state: State | None = None
+
+    def put(self, state: State) -> None:
+        self.state = state
+        self._number = self._shared.note_load() if this_worker()[0] is None else -1
+
+    def take(self, worker: int | None) -> State | None:
+        """Raises ConfigError if the workers were there before the state."""
+        if worker is not None and self._shared.loads > self._number >= 0:
+            raise ConfigError(_LOADED_TOO_LATE)
+        if self.state is None or worker is None or self._number < 0:
+            state, self.state = self.state, None
+            return state
+        return self.state if self._shared.take_load(self._number, worker) else None
+
+
+def end_state(source: Any) -> State | None:
+    """The state of a source at its end. None: it is none of ours, whose state may be that of its next epoch."""
+    return source.state_dict() if hasattr(source, "check_state") else None
+
+
 def place_of(source: Any) -> tuple[int, int] | None:
     """Rank and world size of what a source reads. None: it does not say."""
     source = getattr(source, "dataset", source)  # of a loader
@@ -372,11 +439,11 @@ def at_epoch(source: Any, epoch: int) -> Any:
     return source
 
 
-def this_worker() -> tuple[int, int]:
-    """The number of this worker of a torch loader, and how many there are; (0, 1) outside of workers."""
+def this_worker() -> tuple[int | None, int]:
+    """The number of this worker of a torch loader, and how many there are; (None, 1) outside of workers."""
     try:
         from torch.utils.data import get_worker_info
     except ImportError:
-        return 0, 1
+        return None, 1
     worker = get_worker_info()
-    return (worker.id, worker.num_workers) if worker else (0, 1)
+    return (worker.id, worker.num_workers) if worker else (None, 1)

@@ -6,20 +6,18 @@ and what was read before by other topologies (``done``). A merged state has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any, NamedTuple
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"
-_SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
 class Slot(NamedTuple):
@@ -106,126 +104,73 @@ def is_state(content: object) -> bool:
     return isinstance(content, Mapping) and content.get("kind") == _KIND
 
 
-def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Makes one state of those of all ranks. ``ReaderDataset.load_state_dict`` takes it with any number of ranks and
-    workers: no sample of the epoch is seen twice, and none is left out.
-
-    Args:
-        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or
-            a file that ``torch.save`` has made of it.
-
-    Raises:
-        CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of different epochs,
-            settings, inputs or steps; or a loader has made it between two of its snapshots.
-        ConfigError: there is no state of a ``ReaderDataset`` in them.
-    """
-    loaded = [load_file(state) for state in states]
-    check_snapshots(loaded)
-    return merge_states([DatasetState.from_json(one) for one in find_states(loaded)]).to_json()
-
-
-def gather(state: State, group: Any = None) -> State:
-    """``merge`` for torch.distributed: each rank calls it with its own state, and gets the state of all.
-
-    Args:
-        state: ``state_dict()`` of this rank's loader or dataset.
-        group: the process group; None: the default one. Without torch.distributed there is one rank.
-
-    Raises: as ``merge``.
-    """
-    import torch.distributed as dist
-
-    check_snapshots(state)
-    if not dist.is_available() or not dist.is_initialized():
-        return merge([state])
-    states: list[State] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(states, list(find_states(state)), group=group)
-    return merge(states)
-
-
-def load_file(state: State | str | PathLike[str]) -> object:
-    if not isinstance(state, str | PathLike):
-        return state
-    import torch
-
-    return torch.load(state, weights_only=True)
-
-
-def find_states(content: object, is_wanted: Callable[[Any], bool] = is_state) -> Iterator[State]:
-    """The datasets' states in what a loader, or a wrapper around it, has made."""
-    if isinstance(content, dict) and is_wanted(content):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from find_states(value, is_wanted)
-    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        for value in content:
-            yield from find_states(value, is_wanted)
-
-
-def check_snapshots(content: object) -> None:
-    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it holds.
-
-    torchdata's loader resumes from those, and drops the batches that it had given since. Nothing else can do that.
-    """
-    for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
-        raise CheckpointMismatch(
-            f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so where its workers "
-            "were is not known. Use StatefulDataLoader with snapshot_every_n_steps=1 and in_order=True, its defaults, "
-            "or resume with the number of ranks and workers that saved the state."
-        )
-
-
-def merge_states(states: Sequence[DatasetState]) -> DatasetState:
-    if not states:
-        raise ConfigError("There is no state of a ReaderDataset in what was given. Give the loaders' state_dict().")
-    first = states[0]
-    for key in ("epoch", "order", "input", "done", "topology", "even"):
-        others = {str(getattr(state, key)): state for state in states}
-        if len(others) > 1:
-            old, new = list(others)[:2]
-            which = "" if first.slot is None else f" ({first.slot} and others)"
+def check_same(states: Sequence[Any], keys: Iterable[str], get: Callable[[Any, str], object] = getattr) -> None:
+    """Raises CheckpointMismatch if a value differs between the states of ranks and workers."""
+    for key in keys:
+        found = list({str(get(state, key)): None for state in states})
+        if len(found) > 1:
+            old, new = (one[:200] for one in found[:2])
             raise CheckpointMismatch(
-                f"The states are not of one run: {key} is {old} in one and {new} in another{which}. Give the states "
+                f"The states are not of one run: {key} is {old} in one and {new} in another. Give the states "
                 "that the ranks saved at the same step."
             )
+
+
+def in_order(slots: Sequence[Slot], states: Sequence[Any]) -> list[Any]:
+    """The states of all slots, all ranks' first workers, then all ranks' second ones.
+
+    Raises:
+        CheckpointMismatch: one is missing, or there twice.
+    """
+    found: dict[Slot, Any] = {}
+    for slot, state in zip(slots, states, strict=True):
+        if slot in found:
+            raise CheckpointMismatch(f"There are two states of {slot}. Give one state of each rank.")
+        found[slot] = state
+    _, ranks, _, workers = slots[0]
+    wanted = [Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)]
+    for slot in wanted:
+        if slot not in found:
+            raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")
+    return [found[slot] for slot in wanted]
+
+
+def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
+    """``alone``: the datasets are what the loaders read, so that the ranks of one step had equally many samples."""
+    first = states[0]
+    check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
     if first.slot is None or first.topology is None:
         return first  # merged before, and the same for all
-    topology, ranks = first.topology, first.topology.ranks
-    samples: dict[Slot | None, int] = {}
-    for state in states:
-        if state.slot in samples:
-            raise CheckpointMismatch(f"There are two states of {state.slot}. Give one state of each rank.")
-        samples[state.slot] = state.samples
-    slots = [Slot(n % ranks, ranks, n // ranks, topology.workers) for n in range(topology.slots)]
-    for slot in slots:
-        if slot not in samples:
-            raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")
-    _check_steps(states, topology)
-    last = Round(topology, tuple(samples[slot] for slot in slots))
-    ended = all(state.has_ended() for state in states)
-    return replace(first, done=(*first.done, last), slot=None, samples=0, skipped=0, batch=1, even=None, ended=ended)
+    states = in_order([state.slot for state in states if state.slot], states)
+    ended = [state.has_ended() for state in states]
+    if alone:
+        given = [state.samples - state.skipped for state in states]
+        check_steps([state.slot.rank for state in states if state.slot], given, ended, first.batch)
+    done = (*first.done, Round(first.topology, tuple(state.samples for state in states)))
+    return replace(first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended))
 
 
-def _check_steps(states: Sequence[DatasetState], topology: Topology) -> None:
+def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool], batch: int = 1) -> None:
     """Raises CheckpointMismatch if ranks that have not ended are more than a batch apart.
 
     Without ``batch_size`` the batches of the loader are not known. A difference is then a warning.
+
+    Args:
+        ranks: of each worker.
+        given: how many samples it gave.
+        ended: whether it has no more.
     """
-    given, ended = [0] * topology.ranks, set[int]()
-    for state in states:
-        assert state.slot is not None
-        given[state.slot.rank] += state.samples - state.skipped
-        if state.has_ended():
-            ended.add(state.slot.rank)
-    ranks = sorted((count, rank) for rank, count in enumerate(given) if rank not in ended)
-    if not ranks or ranks[-1][0] - ranks[0][0] <= (topology.batch if topology.batch > 1 else 0):
+    sums, over = dict.fromkeys(ranks, 0), {rank for rank, one in zip(ranks, ended, strict=True) if one}
+    for rank, count in zip(ranks, given, strict=True):
+        sums[rank] += count
+    found = sorted((count, rank) for rank, count in sums.items() if rank not in over)
+    if not found or found[-1][0] - found[0][0] <= (batch if batch > 1 else 0):
         return
-    (low, low_rank), (high, high_rank) = ranks[0], ranks[-1]
+    (low, low_rank), (high, high_rank) = found[0], found[-1]
     what = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} samples, rank {high_rank} "
         f"had {high}."
     )
-    if topology.batch > 1:
+    if batch > 1:
         raise CheckpointMismatch(f"{what} Give the states that all ranks saved at the same step.")
     logger.warning(f"{what} If the model is that of one of these steps, samples are trained twice, or never.")

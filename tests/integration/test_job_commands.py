@@ -125,12 +125,13 @@ def test_reshard_deals_out_a_copy_of_the_mirror_which_is_the_mirror_from_then_on
             assert "1 job is at work: URL-OF-JOB." in command("reshard", "z.yaml", "--tasks", tasks, code=1).error
         assert of_run("z/") == before
         said = command("reshard", "z.yaml", "--tasks", tasks)
-        new = f"{URL}/z/logs/checkpoints.1"
+        new = f"{URL}/z/logs/checkpoints.resharded-1"
         flags = f"--executor.tasks={tasks} --pipeline.1.checkpoints_remote_dir={new}"
         named = f"tasks: {tasks} and checkpoints_remote_dir: {new}"
         assert f"Go on with datatrove-ckpt run z.yaml {flags}, or set {named} in the file.\n" in said
         assert of_run("z/logs/checkpoints/") == mirror
         assert newer not in of_run("z/output/")
+        assert f"reshard has made {new} of it." in command("run", "z.yaml", code=2)
         assert [path.name for path in here.iterdir()] == ["z.yaml"]
         settings |= {"tasks": tasks, "checkpoints_remote_dir": new, "retry_errors": True}
         if tasks == 1:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, send_to_device
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import assert_resume_is_exact
+from datatrove_ckpt.torch import TrainingCheckpoints
 from tests.real.trainers import BATCH, ROWS, STEPS, Recording, dataset, rows_as_parquet, two_processes
 
 pytestmark = [
@@ -148,3 +152,73 @@ def test_batches_are_moved_to_the_device(folder: str) -> None:
         assert all(len(column) == BATCH for column in send_to_device(next(iter(loader)), accelerator.device).values())
     AcceleratorState._reset_state()
     PartialState._reset_state()
+
+
+def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(folder: str, ram: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(ram / "run"),
+        max_steps=STEPS + 4,
+        per_device_train_batch_size=BATCH,
+        save_steps=2,
+        save_total_limit=1,
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    kept = ram / "kept"
+
+    def trained() -> list[list[int]]:
+        model, found = Recording(), list[Path]()
+        with TrainingCheckpoints(kept, keep_last=3) as checkpoints:
+
+            class Keeps(TrainerCallback):  # type: ignore[misc, unused-ignore]
+                def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+                    made = Path(args.output_dir, f"checkpoint-{state.global_step}")
+                    step = state.global_step
+                    checkpoints.save(step, writer=lambda to: shutil.copytree(made, to, dirs_exist_ok=True))
+
+            trainer = Trainer(model, arguments, train_dataset=dataset(folder), callbacks=[Keeps()])
+            checkpoints.restore_latest(reader=found.append)
+            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+        return model.batches
+
+    whole = trained()
+    (newest,) = Path(kept, f"step-{STEPS + 4:08}").glob("writer/*.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert trained() == whole[STEPS + 2 :]
+
+
+def test_accelerate_saves_and_loads_through_the_writer(folder: str, ram: Path) -> None:
+    def trained(steps: int) -> list[list[int]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        rows = dataset(folder)
+        model = Recording()
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = StatefulDataLoader(rows, batch_size=BATCH)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        with TrainingCheckpoints(ram / "kept", every_steps=2) as checkpoints:
+            step = checkpoints.restore_latest(loader=loader, reader=accelerator.load_state) or 0
+            for epoch in range(checkpoints.epoch, EPOCHS):
+                rows.set_epoch(epoch)
+                for batch in loader:
+                    accelerator.backward(prepared(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step += 1
+                    checkpoints.maybe_save(step, loader=loader, writer=accelerator.save_state)
+                    if step == steps:
+                        return model.batches
+        return model.batches
+
+    first = trained(STEPS + 3)
+    assert first[: STEPS + 2] + trained(100) == whole_rows(folder)
+
+
+def whole_rows(folder: str) -> list[list[int]]:
+    rows, found = dataset(folder), []
+    for epoch in range(EPOCHS):
+        rows.set_epoch(epoch)
+        found += [batch["input_ids"][:, 0].tolist() for batch in StatefulDataLoader(rows, batch_size=BATCH)]
+    return found

@@ -235,3 +235,30 @@ def test_counted_states_are_refused_without_counted_rows(folder: str) -> None:
     uncounted = StatefulDataLoader(dataset(folder, indexed=False), 4, collate_fn=list)
     with pytest.raises(CheckpointMismatch, match=r"rows were counted\. Resume with indexed=True"):
         restore(uncounted, [saving.state_dict()])
+
+
+# What restore() finds at once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restore_refuses_another_input_or_setting_before_the_first_batch(
+    folder: str, workers: int, indexed: bool
+) -> None:
+    def make(reader: Any = None, **options: Any) -> Any:
+        one = ReaderDataset(
+            reader or ParquetReader(folder), transform=text, indexed=indexed, **({"shuffle_seed": 1} | options)
+        )
+        return StatefulDataLoader(one, 4, num_workers=workers, collate_fn=list)
+
+    saving = make()
+    take(iter(saving), 3)
+    state = saving.state_dict()
+    restore(make(), [state])
+    with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
+        restore(make(shuffle_seed=2), [state])
+    with pytest.raises(CheckpointMismatch, match="skip"):
+        restore(make(ParquetReader(folder, skip=1)), [state])
+    pq.write_table(pa.table({"text": TEXTS}), Path(folder, "9.parquet"))
+    with pytest.raises(CheckpointMismatch, match=r"9\.parquet.* is new"):
+        restore(make(), [state])

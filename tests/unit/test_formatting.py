@@ -6,7 +6,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from datatrove_ckpt.formatting import byte_size, duration, error_text, missing_package, number_range, plural
+from datatrove_ckpt.formatting import (
+    byte_size,
+    duration,
+    error_text,
+    missing_package,
+    number_range,
+    parse_bytes,
+    plural,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,21 @@ from datatrove_ckpt.formatting import byte_size, duration, error_text, missing_p
 )  # fmt: skip
 def test_numbers_and_errors_are_written_as_people_read_them(written: list[str], texts: list[str]) -> None:
     assert written == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("12GB", 12 * 10**9),
+        ("1.5 gib", 3 * 2**29),
+        ("7B", 7),
+        ("0.5TB", 5 * 10**11),
+        ("12", None),
+        (f"{10**400}B", None),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int | None) -> None:
+    assert parse_bytes(text) == size
 
 
 def test_a_missing_package_is_named_with_our_extra() -> None:

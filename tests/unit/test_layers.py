@@ -31,7 +31,7 @@ ROOMS = {
     "inference.servers": "errors redaction retrying config process inference.client",
     "output": "errors formatting redaction retrying checkpoint",
     "readers": "errors redaction retrying checkpoint",
-    "torch": "errors readers",
+    "torch": "errors formatting process checkpoint mirror readers",
     "generation": "errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",
@@ -128,12 +128,15 @@ def test_the_public_names_are_there_and_no_others() -> None:
         "InferenceResult",
         "RolloutFunction",
         "ServerError",
+        "daly",
         "doctor",
+        "efficiency",
         "fork",
         "migrate",
         "relocate",
         "reshard",
         "run",
+        "young",
     }
     for name in datatrove_ckpt.__all__:
         assert getattr(datatrove_ckpt, name).__name__ == name

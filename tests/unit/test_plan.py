@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from datatrove_ckpt import daly, efficiency, young
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
-from datatrove_ckpt.cli.main import parse_time
-from datatrove_ckpt.preflight.plan import daly, efficiency, make_table, young
+from datatrove_ckpt.cli.main import main, parse_time
+from datatrove_ckpt.preflight.plan import make_table
 from datatrove_ckpt.preflight.probes import Quantiles
+from datatrove_ckpt.preflight.training_plan import measure
+from tests.commands import Command
 
 HOUR = 3600.0
 
@@ -24,13 +28,26 @@ def test_the_formulas_give_what_a_calculator_gives() -> None:
     assert efficiency(1e6, 1, 60) == 0.0
 
 
-@given(ratio=st.floats(1e-8, 0.3))
-def test_dalys_interval_is_the_best_there_is(ratio: float) -> None:
-    mtbf = HOUR
-    cost = ratio * mtbf
-    around = [daly(cost, mtbf) * 1.05**step for step in range(-100, 101)]
-    best = max(efficiency(interval, cost, mtbf) for interval in around)
-    assert efficiency(daly(cost, mtbf), cost, mtbf) >= 0.995 * best
+def simulated(interval: float, cost: float, mtbf: float, restart: float) -> float:
+    """Useful time divided by all time, over many failures. After each, what was not saved is done again."""
+    gaps = np.random.default_rng(0).exponential(mtbf, 300_000)
+    saves = np.maximum(gaps - restart, 0) // (interval + cost)
+    return float((saves * interval).sum() / gaps.sum())
+
+
+@pytest.mark.parametrize("cost", [1.0, 140.0, 0.2 * HOUR])
+@pytest.mark.parametrize("restart", [0.0, 300.0])
+def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a_scan(
+    cost: float, restart: float
+) -> None:
+    mtbf = 6 * HOUR
+    best = daly(cost, mtbf)
+    for times in (1, 0.2, 3):
+        expected = efficiency(times * best, cost, mtbf, restart)
+        assert simulated(times * best, cost, mtbf, restart) == pytest.approx(expected, rel=0.02)
+        assert expected <= efficiency(best, cost, mtbf, restart)
+    scanned = [best * 1.001**step for step in range(-700, 700)]
+    assert max(scanned, key=lambda each: efficiency(each, cost, mtbf, restart)) == pytest.approx(best, rel=0.01)
 
 
 COST = Quantiles(0.01, 0.008, 0.02, 25)
@@ -56,9 +73,93 @@ def test_times_have_units(text: str, seconds: float) -> None:
     assert parse_time(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks"])
+@pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(
         argparse.ArgumentTypeError, match="is not a duration; give a number with s, m, h or d, such as 6h"
     ):
         parse_time(text)
+
+
+# training ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_a_training_needs_no_file(command: Command) -> None:
+    flags = "--save-cost 140s --mtbf 600h --nodes 100 --step 2.5s --restart 5m --state-size 12GB --keep 3"
+    assert command("plan", *flags.split()).out.splitlines() == [
+        "training: a save takes 2.3 min, a step takes 2.5 s, a restart takes 5 min; "
+        "a loss every 6 h (25 d of one node, divided by 100 nodes)",
+        "  save every 2,459 s = 984 steps (Young)",
+        "  save every 2,367 s = 947 steps (Daly)",
+        "  lost at Daly's: 12.19 % of all time (saves 5.19 %, work 5.61 %, restarts 1.38 %)",
+        "  efficiency 87.81 %; 32.1 checkpoints per day",
+        "  12 GB each, 385 GB per day",
+        "  36 GB on disk (3 kept), 48 GB during a save",
+    ]
+    found = json.loads(command("plan", "--save-cost", "140s", "--mtbf", "6h", "--restart", "5m", "--json").out)
+    assert found["efficiency"] == efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR, 300)
+    assert found["lost"] == pytest.approx(sum(found[part] for part in ("saves", "again", "restarts")))
+    assert len(command("plan", "--save-cost", "140s", "--mtbf", "6h").out.splitlines()) == 5
+
+
+def write_history(starts: int, end: str = "") -> None:
+    """One process and ``starts`` more, an hour each, of three saves at steps of 2 s; the first loses a step."""
+    lines = []
+    for process in range(starts + 1):
+        at, step = 1.7e9 + process * HOUR, 300 * process
+        if process:
+            lines.append({"event": "restored", "step": step, "at": at, "seconds": 3.0 + process})
+        for save in range(1, 4):
+            at += 100 * 2 + 1.2
+            saved = {"event": "saved", "step": step + 100 * save, "at": at, "bytes": 10**9}
+            lines.append(saved | {"pause_seconds": 9.0 if save == 3 else 1.2, "write_seconds": 30.5})
+    lines.append({"event": "ended", "at": 0})  # others are skipped
+    Path("history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+
+
+def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_history(3, end='{"event": "sav')
+    measured = {"save_cost": 1.2, "mtbf": HOUR, "step": pytest.approx(2.0), "restart": 5.0, "state_size": 1e9}
+    assert measure(tmp_path) == measured
+    assert json.loads(command("plan", ".", "--json").out).items() >= measured.items()
+    given = json.loads(command("plan", tmp_path, "--json", "--mtbf", "2h", "--nodes", "2", "--save-cost", "7s").out)
+    assert (given["save_cost"], given["daly"], given["restart"]) == (7.0, daly(7, HOUR), 5.0)
+    write_history(2)
+    assert "--mtbf is missing" in command("plan", ".", code=2).err
+    Path("history.jsonl").write_text("")
+    assert "--save-cost is missing" in command("plan", ".", "--mtbf", "6h", code=2).err
+    for line in ("[]", '{"event": "saved"}', '{"event": "restored", "at": 1, "seconds": NaN}', "torn"):
+        write_history(1, end=f"{line}\n")
+        said = command("plan", ".", "--mtbf", "6h", code=2).err
+        assert (said.count("\n"), "history.jsonl, line 9: is no event of a training" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "--save-cost is missing"),
+        ("--save-cost 5s", "--mtbf is missing"),
+        ("--save-cost 5s --mtbf 6h --keep 3", "--keep: --state-size is missing"),
+        ("--save-cost 5s --mtbf 6h --stpe 2s", "--stpe=2s: is not for training"),
+        ("job.yaml --mtbf 6h --nodes 4", "job.yaml: is not for training"),
+        ("job.yaml", "--mtbf is missing"),
+        (". --nodes 4", "--nodes: --mtbf is missing: that of one node"),
+        (". --mtbf 6h", "history.jsonl: there is no such file"),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, words: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = command("plan", *words.split(), code=2).err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["--state-size 12", "--nodes 0", "--keep x", "--step 2.5", "--restart 0s"])
+def test_bad_values_are_refused(words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

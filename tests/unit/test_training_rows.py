@@ -20,7 +20,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, make_order, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.states import DatasetState, Slot, merge
+from datatrove_ckpt.torch.merging import merge
+from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]
@@ -294,7 +295,7 @@ def test_files_that_changed_are_named_read_or_not(parquet: SeekingReader, change
 def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() -> None:
     for window, rows, size in ((7, 7, None), ("256MB", None, 256_000_000), ("1.5 GiB", None, 3 * 2**29)):
         assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
-    for window in (0, True, "256", "1TB", 1.5):
+    for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
     for name, value in (("sharding", "blocks"), ("even", "cut"), ("batch", 0)):

@@ -1,0 +1,646 @@
+"""TrainingCheckpoints: model, optimizer, input and random numbers of a training, saved together at one step.
+
+    with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
+        states = {"model": model, "optimizer": optimizer}
+        step = checkpoints.restore_latest(loader=loader, **states) or 0
+        for epoch in range(checkpoints.epoch, epochs):
+            dataset.set_epoch(epoch)
+            for batch in loader:
+                ...
+                step += 1
+                checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
+
+All ranks make the same calls at the same steps. A save stops the training for a copy of the states in the host's
+memory; a thread writes that (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21), and another one copies the newest
+step to the remote. ``steps.py`` has the files.
+
+On a signal or before the end of Slurm's time, the next ``maybe_save`` saves and raises, and the ``with`` block ends as
+the signal would have ended the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import random
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.interval import daly
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import SIGNALS
+from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
+from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
+
+Writer = Callable[[Path], object]
+
+_LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
+_FIRST_SECONDS = 60.0  # of "auto", before a save was timed
+_MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
+_INPUT, _RANDOM = "input.pt", "random.pt"
+
+
+class TrainingCheckpoints:
+    """The checkpoints of one training. Use it in a ``with`` block, so that signals save and that the end waits.
+
+    Args:
+        folder: where steps are saved: a disk of each node, or one that nodes share.
+        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
+            is copied, as soon as the copy before has ended. A folder without a whole step restores from there.
+        every_steps: ``maybe_save`` saves at multiples of it.
+        every_seconds: ``maybe_save`` saves after so many seconds. "auto": Daly's interval, from the measured pause and
+            ``mtbf_seconds``. None: "auto" without ``every_steps``.
+        mtbf_seconds: mean time between failures of the whole job, for "auto".
+        keep_last: how many of the newest steps stay.
+        keep_best: how many stay of those with the lowest ``metrics[best]``.
+        keep_every: steps that are multiples of it stay, too.
+        best: name of the metric; "-accuracy": the highest.
+        asynchronous: False: a save returns when it is on the disk.
+        only_plain: restore tensors and plain values only. False: any object, which runs code that a file names.
+
+    Attributes:
+        epoch: the epoch with which the loop goes on, after a step was restored.
+        metrics: those of the restored step.
+        failure: why the latest save is not on the disk, or not in the remote; None: it is.
+
+    Raises:
+        ConfigError: an argument is not allowed.
+        StorageFailed: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        remote: str | None = None,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | Literal["auto"] | None = None,
+        mtbf_seconds: float = 6 * 3600.0,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        best: str = "loss",
+        asynchronous: bool = True,
+        only_plain: bool = True,
+    ) -> None:
+        for name, value, least in (
+            ("every_steps", every_steps, 1),
+            ("keep_last", keep_last, 1),
+            ("keep_best", keep_best, 0),
+            ("keep_every", keep_every, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")
+        self._every_steps, self._mtbf = every_steps, mtbf_seconds
+        self._every_seconds = "auto" if every_seconds is None and every_steps is None else every_seconds
+        self._keep_last, self._keep_best, self._keep_every = keep_last, keep_best, keep_every
+        self._best, self._sign = best.removeprefix("-"), -1.0 if best.startswith("-") else 1.0
+        self._asynchronous, self._only_plain = asynchronous, only_plain
+        self._ranks = Ranks()
+        self._steps = Steps(Path(folder).absolute(), remote)
+        self._steps.make()
+        owner = self._ranks.owner(self._steps.folder)
+        self._is_owner = owner == self._ranks.rank
+        self._is_shared = not self._ranks.highest([owner])[0]
+        if self._is_owner:
+            self._steps.clean()
+        self.epoch, self.metrics = 0, dict[str, float]()
+        self.failure: Exception | None = None
+        self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
+        self._snapshot, self._manifests = _Snapshot(), dict[StepName, Manifest]()
+        self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
+        self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
+        self._look_at, self._looked = 0, (0, time.monotonic())
+        self._preemption: Preemption | None = None
+        self._time_ends: float | None = None
+
+    # the block ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._preemption = Preemption(SIGNALS, drain_seconds=0.0).__enter__()
+        self._preemption.shutdown.call(self._hurry)
+        if job_id() is not None:
+            self._time_ends = asyncio.run(slurm_deadline())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close(raises=error is None)
+        finally:
+            preemption, self._preemption = self._preemption, None
+            assert preemption is not None
+            preemption.__exit__(kind, error, trace)
+
+    def close(self, raises: bool = True) -> None:
+        """Waits until the latest save is on the disk and in the remote.
+
+        Raises:
+            Exception: it could not be, as ``failure`` says, and ``raises``.
+        """
+        self._writing.join()
+        self._uploading.join()
+        if self._ranks.rank == 0 and self._steps.store is not None and self._manifests:
+            self._upload()  # what was saved while another copy was under way, or once more
+        if raises and self.failure is not None:
+            raise self.failure
+
+    def _hurry(self) -> None:
+        if self._preemption is not None and self._preemption.shutdown.is_fast:
+            raise KeyboardInterrupt  # a second signal, which waits for nothing
+
+    # save ---------------------------------------------------------------------------------------------------------
+
+    def maybe_save(self, step: int, **what: Any) -> bool:
+        """Saves if it is time, as ``save`` does with the same arguments. Call it after each step. Whether it has saved.
+
+        Raises:
+            Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
+        """
+        due = self._every_steps is not None and step % self._every_steps == 0
+        stops = False
+        if step >= self._look_at:
+            stops, is_time, seconds = self._look(step)
+            due = due or is_time
+            if self._ranks.size > 1:
+                self._look_at = step + max(1, min(1000, int(_LOOK_SECONDS / max(seconds, 1e-6))))
+        if stops:
+            self.save(step, **what)
+            self.close(raises=False)
+            logger.warning(f"Step {step} is saved: the training stops.")
+            assert self._preemption is not None
+            self._preemption.shutdown.request("another rank")
+            self._preemption.shutdown.raise_preempted()
+        if due:
+            self.save(step, **what)
+        return due
+
+    def _look(self, step: int) -> tuple[bool, bool, float]:
+        """What all ranks agree on: whether to stop; whether to save; how many seconds a step takes."""
+        (last, at), now = self._looked, time.monotonic()
+        self._looked = step, now
+        stops = False
+        if self._preemption is not None:
+            self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
+            stops = self._preemption.shutdown.is_requested
+        seconds = (now - at) / max(1, step - last)
+        interval = self._interval()
+        is_time = interval is not None and now - self._saved_at >= interval
+        all_stop, all_save, busy, slowest = self._ranks.highest([stops, is_time, self._writing.is_running, seconds])
+        return bool(all_stop), bool(all_save and not busy), slowest
+
+    def _interval(self) -> float | None:
+        if self._every_seconds != "auto":
+            return self._every_seconds
+        if not self._pause:
+            return _FIRST_SECONDS
+        return max(daly(self._pause, self._mtbf), self._write_seconds)
+
+    def save(
+        self,
+        step: int,
+        *,
+        loader: Any = None,
+        metrics: Mapping[str, float] | None = None,
+        writer: Writer | None = None,
+        **states: Any,
+    ) -> None:
+        """Saves now. Waits for the save before, if that is still written.
+
+        Args:
+            step: how many steps the training has made.
+            loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
+            metrics: numbers to choose the best step by.
+            writer: called in each rank with a folder, to which it writes what saves itself, such as
+                ``torch.distributed.checkpoint``. It is not asynchronous.
+            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model.
+
+        A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
+
+        Raises:
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own.
+        """
+        began = time.monotonic()
+        for key, state in [*states.items(), ("loader", loader)]:
+            if not hasattr(state, "state_dict") and not (key == "loader" and loader is None):
+                raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
+        if writer is not None and not self._is_shared:
+            raise ConfigError("save: a writer needs a folder that all nodes share.")
+        self._writing.join()
+        name = StepName(self._rollbacks, step)
+        staging = self._steps.folder / f".saving-{name}"
+        own = _random_state(), None if loader is None else loader.state_dict()
+        if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
+            return
+        if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
+            return
+        gathered = self._ranks.gather(own)
+        contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
+        for key, state in states.items():
+            contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
+        numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        if self._is_owner:
+            if self._asynchronous:
+                contents = self._snapshot.take(contents)
+            self._pause = time.monotonic() - began
+            self._writing.start(self._write, name, contents, numbers, self._pause)
+        self._pause = time.monotonic() - began
+        self._saved_at = time.monotonic()
+
+    def _agree(self, call: Callable[[], object], name: StepName) -> bool:
+        """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
+        error: Exception | None = None
+        try:
+            call()
+        except Exception as raised:
+            error = raised
+        if not any(self._ranks.gather(error is not None)):
+            return True
+        self._failed(name, error or CheckpointCorrupt("Another rank failed."))
+        self._saved_at = time.monotonic()
+        return False
+
+    def _failed(self, name: StepName, error: Exception) -> None:
+        self.failure = error
+        logger.error(f"{name} is not saved: {error} The training goes on; the last complete step is kept.")
+        if self._is_owner:
+            with suppress(Exception):
+                self._steps.abandon(name)
+            with suppress(Exception):
+                self._steps.note(event="failed", step=name.step, error=str(error))
+
+    # the writing thread, of a folder's owner
+
+    def _write(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], pause: float) -> None:
+        began = time.monotonic()
+        try:
+            manifest = self._steps.finish(name, contents, metrics)
+            self._write_seconds = time.monotonic() - began
+            self._manifests[name] = manifest
+            size = sum(size for size, _ in manifest["files"].values())
+            seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
+            self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
+            self.failure = None
+            if self._only_plain and not self._is_plain:
+                self._steps.check_plain(name)
+                self._is_plain = True
+            self._remove_old()
+        except ConfigError as error:
+            self.failure = error
+            logger.error(str(error))
+        except Exception as error:
+            self._failed(name, error)
+            return
+        if self._ranks.rank == 0 and self._steps.store is not None and not self._uploading.is_running:
+            self._uploading.start(self._upload)
+
+    def _remove_old(self) -> None:
+        kept = self._kept(self._manifests) | {self._copied}
+        for name in [name for name in self._manifests if name not in kept]:
+            self._steps.remove(name)
+            del self._manifests[name]
+
+    def _kept(self, manifests: Mapping[StepName, Manifest]) -> set[StepName]:
+        names = sorted(manifests)
+        kept = {*names[-self._keep_last :], *self._by_metric(manifests)[: self._keep_best]}
+        return kept | {name for name in names if self._keep_every and name.step % self._keep_every == 0}
+
+    def _by_metric(self, manifests: Mapping[StepName, Manifest]) -> list[StepName]:
+        found = {name: manifest["metrics"].get(self._best) for name, manifest in manifests.items()}
+        known = [name for name in found if isinstance(found[name], float) and math.isfinite(found[name])]
+        return sorted(known, key=lambda name: (self._sign * found[name], name))
+
+    def _upload(self) -> None:
+        """Copies the newest step to the remote, and removes what need not stay there."""
+        name = max(self._manifests)
+        if self._copied == name and self._is_copied:
+            return
+        try:
+            self._copied, self._is_copied = name, False
+            self._steps.upload(name)
+            self._is_copied = True
+            there, incomplete = dict[StepName, Manifest](), set[StepName]()
+            for one in self._steps.remote_names():
+                try:
+                    there[one] = self._steps.remote_manifest(one)
+                except CheckpointCorrupt:
+                    incomplete.add(one)
+            for one in incomplete | there.keys() - self._kept(there):
+                self._steps.remove_remote(one)
+        except Exception as error:
+            assert self._steps.store is not None
+            self.failure = error
+            logger.error(f"{name} is not copied to {self._steps.store.url}: {error} The next save tries again.")
+
+    # restore ------------------------------------------------------------------------------------------------------
+
+    def restore_latest(self, *, loader: Any = None, reader: Writer | None = None, **states: Any) -> int | None:
+        """Restores the newest step that is whole. Says which newer ones are not, and why.
+
+        Args:
+            loader: has not begun yet. That of a ``ReaderDataset`` goes on with any number of ranks, see ``restore``.
+            reader: called in each rank with the folder that the ``writer`` had.
+            states: what has ``load_state_dict``, by the names that ``save`` was given.
+
+        Returns:
+            The step; None if none was saved, here or in the remote.
+
+        Raises:
+            CheckpointCorrupt: steps were saved, and none of them is whole.
+            CheckpointMismatch: the loader's input is not that of the step, see ``restore``.
+            ConfigError: the step holds no such state, or the state does not fit what is to be restored.
+        """
+        began = time.monotonic()
+        if getattr(loader, "generator", False) is None:
+            # Else each iterator's seed would be drawn from torch's generator, also that of an epoch which is resumed.
+            loader.generator = torch.Generator()
+        chosen = self._choose(lambda name: True)
+        if chosen is None:
+            return None
+        name, passed = chosen
+        self._rollbacks = name.rollbacks
+        self._load(name, reader, states)
+        if loader is not None:
+            self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
+        self._saved_at = time.monotonic()
+        self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+        return name.step
+
+    def _note(self, event: str, name: StepName, **others: object) -> None:
+        if self._is_owner:
+            with suppress(Exception):
+                self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
+
+    def _choose(self, is_wanted: Callable[[StepName], bool], best: bool = False) -> tuple[StepName, list[str]] | None:
+        """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
+        self._writing.join()
+        here = self._names() if self._is_owner else []
+        names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
+        if best:
+            names = self._by_metric(self._manifests)[::-1] if self._is_owner else []
+            names = self._ranks.gather(names)[0]
+        passed: list[str] = []
+        for name in reversed(names):
+            damage = [each for each in self._ranks.gather(self._damage(name) if self._is_owner else None) if each]
+            if not damage:
+                return name, passed
+            passed.append(f"{name}: {damage[0]}")
+            self._manifests.pop(name, None)
+            if self._ranks.rank == 0:
+                logger.warning(f"{name} is passed over: {damage[0]}")
+        if not passed:
+            return None
+        raise CheckpointCorrupt(f"{self._steps.folder} has no step that is whole: {' '.join(passed)}")
+
+    def _names(self) -> list[StepName]:
+        """The steps here and in the remote."""
+        names = self._steps.names()
+        for name in names:
+            with suppress(CheckpointCorrupt):
+                self._manifests[name] = self._steps.manifest(name)
+        try:
+            return sorted({*names, *self._steps.remote_names()})
+        except Exception as error:
+            if not names:
+                raise
+            logger.warning(f"The remote is not looked at: {error}")
+            return names
+
+    def _damage(self, name: StepName) -> str | None:
+        """Why this folder's copy of the step cannot be used, after it was fetched from the remote if it is not here."""
+        try:
+            try:
+                self._steps.check(name)
+            except CheckpointCorrupt as damaged:
+                if self._steps.store is None:
+                    raise
+                try:
+                    self._steps.fetch(name)
+                except CheckpointCorrupt as error:
+                    raise CheckpointCorrupt(f"{damaged} {error}") from error
+            self._manifests[name] = self._steps.manifest(name)
+        except Exception as error:
+            return str(error)
+        return None
+
+    def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
+        for key, state in states.items():
+            found = self._steps.load(name, f"states/{key}.pt", self._only_plain)
+            try:
+                state.load_state_dict(found)
+            except Exception as error:
+                raise ConfigError(f"{key}: {name} does not fit: {error}") from error
+        if reader is not None:
+            reader(self._steps.folder / str(name) / "writer")
+        self.metrics = self._steps.manifest(name)["metrics"]
+        generators = self._steps.load(name, _RANDOM, self._only_plain)
+        if len(generators) == self._ranks.size:
+            _set_random_state(generators[self._ranks.rank])
+        else:
+            logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
+
+    def _load_input(self, loader: Any, found: list[Any]) -> None:
+        from datatrove_ckpt.torch.dataset import ReaderDataset, restore
+        from datatrove_ckpt.torch.stateful import StatefulWrapper
+
+        if all(state is None for state in found):
+            raise ConfigError("The step was saved without a loader.")
+        if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
+            self.epoch = restore(loader, found)
+        elif len(found) == self._ranks.size:
+            loader.load_state_dict(found[self._ranks.rank])
+        else:
+            raise ConfigError(
+                f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
+                "ReaderDataset, Pack or Mix goes on with another number."
+            )
+
+    # roll back ----------------------------------------------------------------------------------------------------
+
+    def rollback(
+        self,
+        to: int | Literal["best"] | None = None,
+        *,
+        before: int | None = None,
+        loader: Any = None,
+        skip_input: bool = True,
+        reader: Writer | None = None,
+        **states: Any,
+    ) -> int:
+        """Goes back to an older step, after a spike of the loss.
+
+        The older step with the input as chosen becomes the newest checkpoint at once, and steps after it are removed.
+
+        Args:
+            to: the step; "best": that of the best metric.
+            before: the newest step before this one.
+            loader: the one in use with ``skip_input``; else a new one, with which the loop begins again (``epoch``).
+            skip_input: the input goes on from where it stands, so what broke the model does not come again.
+
+        Returns:
+            The step. The training goes on from it.
+
+        Raises:
+            ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
+            CheckpointCorrupt, CheckpointMismatch: as ``restore_latest``.
+        """
+        if (to is None) == (before is None):
+            raise ConfigError("rollback: give one of to= and before=.")
+        chosen = self._choose(lambda name: name.step == to if before is None else name.step < before, best=to == "best")
+        if chosen is None:
+            raise ConfigError(f"rollback: there is no step {'before ' + str(before) if to is None else to}.")
+        old, _ = chosen
+        self._load(old, reader, states)
+        if loader is not None and not skip_input:
+            self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
+        own = loader.state_dict() if loader is not None and skip_input else None
+        inputs = self._ranks.gather(own)
+        self._rollbacks += 1
+        new = StepName(self._rollbacks, old.step)
+        if self._is_owner:
+            self._copy(old, new, inputs if own is not None else None)
+        self._ranks.gather(None)
+        self._note("rolled back", new, to=old.step, skipped_input=skip_input)
+        self._saved_at = time.monotonic()
+        return old.step
+
+    def _copy(self, old: StepName, new: StepName, inputs: list[Any] | None) -> None:
+        self._steps.begin(new)
+        source = self._steps.folder / str(old)
+        contents: dict[str, Any] = {file: blocks(source / file) for file in self._steps.manifest(old)["files"]}
+        if inputs is not None:
+            contents[_INPUT] = inputs
+        self._manifests[new] = self._steps.finish(new, contents, self.metrics)
+        for name in [name for name in self._steps.names() if name.rollbacks < new.rollbacks and name.step > new.step]:
+            self._steps.remove(name)
+            self._manifests.pop(name, None)
+
+
+class LossSpikes:
+    """Says when a loss is not like those before. It only advises: ``rollback`` is the caller's decision.
+
+    Args:
+        window: with how many losses before it is compared.
+        deviations: so many standard deviations above their mean are a spike.
+    """
+
+    def __init__(self, window: int = 100, deviations: float = 6.0) -> None:
+        self._losses: deque[float] = deque(maxlen=window)
+        self._deviations = deviations
+
+    def add(self, loss: float) -> str:
+        """What is wrong with this loss; "" if nothing is. A spike is not part of the window."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if len(self._losses) >= min(10, self._losses.maxlen or 1):
+            mean, deviation = fmean(self._losses), pstdev(self._losses)
+            if loss > mean + self._deviations * max(deviation, 1e-3 * abs(mean)):
+                return f"the loss {loss:.4g} is far above {mean:.4g}, the mean of the last {len(self._losses)}"
+        self._losses.append(loss)
+        return ""
+
+
+class _Task:
+    """At most one call at a time, in a thread that does not keep the process alive, or at once."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, call: Callable[..., None], *arguments: object) -> None:
+        if self._asynchronous:
+            self._thread = threading.Thread(target=call, args=arguments, daemon=True)
+            self._thread.start()
+        else:
+            call(*arguments)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Snapshot:
+    """Copies in the host's memory. The buffers of the one before are used again, so only one is in use at a time."""
+
+    def __init__(self) -> None:
+        self._old: dict[str, torch.Tensor] = {}
+        self._new: dict[str, torch.Tensor] = {}
+        self._same: dict[object, torch.Tensor] = {}
+
+    def take(self, value: Any) -> Any:
+        self._old, self._new, self._same = self._new, {}, {}
+        copied = self._copy(value, "")
+        if any(each.is_pinned() for each in self._new.values()):
+            torch.cuda.synchronize()
+        self._same.clear()
+        return copied
+
+    def _copy(self, value: Any, key: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value.detach(), key)
+        if type(value) in (dict, OrderedDict):
+            items = type(value)((name, self._copy(each, f"{key}/{name}")) for name, each in value.items())
+            if hasattr(value, "_metadata"):  # of a module's state
+                items._metadata = copy.deepcopy(value._metadata)
+            return items
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(each, f"{key}/{number}") for number, each in enumerate(value))
+        return copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+            return copy.deepcopy(tensor).cpu()
+        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # tied weights
+        if tensor.numel() and same in self._same:
+            return self._same[same]
+        buffer = self._old.pop(key, None)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._new[key] = self._same[same] = buffer.copy_(tensor, non_blocking=True)
+        return buffer
+
+
+def _random_state() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        name, keys, *others = np.random.get_state(legacy=True)
+        state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *others]
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy as np
+
+        name, keys, *others = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype("uint32"), *others))

@@ -1,0 +1,161 @@
+"""How the states of all workers of all ranks become one that any number of ranks and workers can load.
+
+Of a ``ReaderDataset`` ``states.py`` does that. The state of a ``Pack`` or ``Mix`` holds those of its sources, which are
+merged one by one, and its own:
+
+    Pack   the tokens that each packer had left: a list, of which each new packer takes its part
+    Mix    where each source is, and the sum of what was drawn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.order import Remaining
+from datatrove_ckpt.torch.seals import find_states, load_file, sealed
+from datatrove_ckpt.torch.states import DatasetState, Slot, check_same, check_steps, in_order, is_state, merge_states
+
+_SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
+
+
+def merge(states: Iterable[State | str | PathLike[str]]) -> State:
+    """Makes one state of those of all ranks. ``load_state_dict`` of a ``ReaderDataset`` takes it with any number of
+    ranks and workers: no sample of the epoch is seen twice, and none is left out. ``Pack`` and ``Mix`` say what holds
+    for theirs.
+
+    Args:
+        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or
+            a file that ``torch.save`` has made of it.
+
+    Raises:
+        CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of different epochs,
+            settings, inputs or steps; or a loader has made it between two of its snapshots; or a source has rows that
+            are not counted.
+        CheckpointCorrupt: a state or file is damaged.
+        ConfigError: there is no state of a ``ReaderDataset``, ``Pack`` or ``Mix`` in them.
+    """
+    loaded = [load_file(state) for state in states]
+    check_snapshots(loaded)
+    return sealed(merge_all(list(find_states(loaded, is_ours))))
+
+
+def gather(state: State, group: Any = None) -> State:
+    """``merge`` for torch.distributed: each rank calls it with its own state, and gets the state of all.
+
+    Args:
+        state: ``state_dict()`` of this rank's loader or dataset.
+        group: the process group; None: the default one. Without torch.distributed there is one rank.
+
+    Raises: as ``merge``.
+    """
+    import torch.distributed as dist
+
+    check_snapshots(state)
+    if not dist.is_available() or not dist.is_initialized():
+        return merge([state])
+    states: list[State] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(states, list(find_states(state, is_ours)), group=group)
+    return merge(states)
+
+
+def check_snapshots(content: object) -> None:
+    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it holds.
+
+    torchdata's loader resumes from those, and drops the batches that it had given since. Nothing else can do that.
+    """
+    for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
+        raise CheckpointMismatch(
+            f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so where its workers "
+            "were is not known. Use StatefulDataLoader with snapshot_every_n_steps=1 and in_order=True, its defaults, "
+            "or resume with the number of ranks and workers that saved the state."
+        )
+
+
+def is_ours(content: object) -> bool:
+    """Whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
+    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "worker"} <= content.keys())
+
+
+def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
+    """One state of those of all workers. ``alone``: see ``merge_states``."""
+    if not states:
+        raise ConfigError(
+            "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the loaders' state_dict()."
+        )
+    found = [state for state in states if state is not None and is_ours(state)]
+    if len(found) < len(states):
+        raise CheckpointMismatch(
+            "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state belongs to its "
+            "worker: use loader.load_state_dict() with the state of this rank, and as many ranks and workers as before."
+        )
+    check_same(found, ("kind", "options", "epoch"), State.get)
+    first = found[0]
+    if is_state(first):
+        return merge_states([DatasetState.from_json(state) for state in found], alone).to_json()
+    return _merge_wrappers(found, alone)
+
+
+def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
+    first = states[0]
+    if first["worker"] is None:
+        check_same(states, first, State.get)
+        return first  # merged before
+    slots = [Slot(*(state["place"] or (0, 1)), *(state["worker"] or (0, 0))) for state in states]
+    states = in_order(slots, states)
+    ended = [bool(state["finished"]) for state in states]
+    if alone:
+        given = [state.get("given", state.get("drawn", 0)) for state in states]
+        check_steps([state["place"][0] if state["place"] else 0 for state in states], given, ended)
+    head = {key: first[key] for key in ("kind", "version", "options", "epoch")} | {"version": 2, "worker": None}
+    own = {} if all(ended) else _packs(states) if "rest" in first else _mixes(states)
+    return head | {"place": None, "finished": all(ended)} | own
+
+
+def _packs(states: Sequence[State]) -> State:
+    rests = [state["rest"] for state in states if any(tokens[1] for tokens in state["rest"].values())]
+    return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
+
+
+def _mixes(states: Sequence[State]) -> State:
+    count = len(states[0]["options"]["weights"])
+    sources = [[state["sources"][number] for state in states if state["sources"]] for number in range(count)]
+    return {"drawn": sum(state["drawn"] for state in states), "sources": [_of_source(one) for one in sources]}
+
+
+def _of_source(workers: Sequence[State]) -> State:
+    """Where one source of all workers is. Those that have passed the first pass that is not over had all of it."""
+    live = [one for one in workers if one["is_live"]]
+    here = min(live or workers, key=lambda one: int(one["passes"]))
+    states = [one["state"] if one["passes"] == here["passes"] else _end(one["state"], here["state"]) for one in workers]
+    kept = {
+        "passes": here["passes"],
+        "has_given": any(one["has_given"] or one["passes"] for one in workers),
+        "has_ended": all(one["has_ended"] for one in workers),
+        "is_live": bool(live),
+    }
+    return kept | {"state": merge_all(states, alone=False)}
+
+
+def _end(state: State | None, other: State | None) -> State | None:
+    """The end of the pass in which ``other`` is, of the worker that made ``state``."""
+    if state is None or other is None:
+        return None
+    if is_state(state):
+        slot, then = DatasetState.from_json(state).slot, DatasetState.from_json(other)
+        if slot is None or then.topology is None:
+            return state
+        left = Remaining(then.input["rows"], then.done).rows
+        samples = then.topology.of_worker(left, slot.rank, slot.worker, then.even)
+        return replace(then, slot=slot, samples=samples, skipped=0).to_json()
+    if "rest" in state:
+        own = {"place": state["place"], "worker": state["worker"], "finished": True, "rest": {}}
+        return {**other, **own, "source": _end(state.get("source"), other.get("source"))}
+    raise CheckpointMismatch(
+        "The workers are in different passes of a source that is a Mix itself: their states belong to them. Use "
+        "loader.load_state_dict() with the state of this rank, and the same number of ranks and workers."
+    )

@@ -1,0 +1,88 @@
+"""Checksums of states. A damaged state is an error, and never other samples.
+
+Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values, wherever it is kept: in a
+loader's state, a file, or a state of another one. States of earlier releases have none, and are taken as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.readers.positions import State
+
+_KEY, _KIND = "checksum", "xxh3:"
+_REMEDY = "Give the state of the step before, of all ranks."
+
+
+def sealed(state: State) -> State:
+    """The state with its checksum. It survives JSON and ``torch.save``."""
+    content = {key: value for key, value in state.items() if key != _KEY}
+    return content | {_KEY: _KIND + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON keeps of a value. Of others, which states of foreign sources may hold, only the type counts."""
+    if isinstance(value, Mapping):
+        return sorted((str(key), _plain(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def check_seals(content: object, name: str = "") -> None:
+    """Raises CheckpointCorrupt if a state in ``content`` is not what was saved. ``name``: of its file."""
+    for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
+        if sealed(state)[_KEY] != state[_KEY]:
+            where = f" in {name!r}" if name else ""
+            raise CheckpointCorrupt(f"The state{where} is damaged: its checksum is that of another content. {_REMEDY}")
+
+
+def load_file(state: State | str | PathLike[str]) -> object:
+    """A state as it is, or what ``torch.save`` has written.
+
+    Raises:
+        CheckpointCorrupt: the state or the file is damaged.
+        OSError: the file cannot be opened.
+    """
+    if not isinstance(state, str | PathLike):
+        check_seals(state)
+        return state
+    import torch
+
+    with Path(state).open("rb") as file:
+        try:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:  # torch compares no checksums
+                    for name in archive.namelist():
+                        if not name.rpartition("/")[0].endswith("/data"):  # no tensors
+                            archive.read(name)
+            file.seek(0)
+            content: object = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever pickle, zipfile and torch raise
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CheckpointCorrupt(
+                f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not write it, or it holds "
+                f"more than torch.load(weights_only=True) takes ({reason}). {_REMEDY}"
+            ) from error
+    check_seals(content, str(state))
+    return content
+
+
+def find_states(content: object, is_wanted: Callable[[Any], bool]) -> Iterator[State]:
+    """The states in what a loader, or a wrapper around it, has made."""
+    if isinstance(content, dict) and is_wanted(content):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from find_states(value, is_wanted)
+    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        for value in content:
+            yield from find_states(value, is_wanted)

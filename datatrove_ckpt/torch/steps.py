@@ -1,0 +1,254 @@
+"""The folders of ``TrainingCheckpoints``: a saved step is complete or absent.
+
+    step-00000100      the newest is the one of the most rollbacks, then steps; after two: step-00000100.2
+      manifest.json    step, metrics; size and xxh128 of each other file; a checksum of itself
+      input.pt         states of all ranks' loaders; random.pt: of their random generators
+      states/model.pt  a state that ``save`` was given
+      writer/          what the caller's writer made
+    .saving-NAME       not complete; .old-NAME: to be removed. The next start removes both
+    history.jsonl      what was saved, restored, rolled back
+
+In the remote the same without staging: the manifest is written last, and removed first.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import torch
+import xxhash
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.mirror.object_store import ObjectStore
+
+Manifest = dict[str, Any]
+
+_FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
+_MANIFEST = "manifest.json"
+_BLOCK = 8 << 20
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class StepName(NamedTuple):
+    """Ordered by age."""
+
+    rollbacks: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08}" + f".{self.rollbacks}" * bool(self.rollbacks)
+
+    @classmethod
+    def parse(cls, name: str) -> StepName | None:
+        found = _NAME.fullmatch(name)
+        return cls(int(found[2] or 0), int(found[1])) if found else None
+
+
+class Steps:
+    """The saved steps in one folder, and in one place of a remote. One rank at a time changes a folder.
+
+    Methods that write raise StorageFailed if the disk refuses it, and OSError and the like if the remote does.
+    """
+
+    def __init__(self, folder: Path, remote: str | None) -> None:
+        self.folder = folder
+        self.store = None if remote is None else ObjectStore(remote)
+
+    def make(self) -> None:
+        files.disk.make_dirs(self.folder)
+
+    def clean(self) -> None:
+        """Removes what a process left that has ended."""
+        for path in self.folder.iterdir():
+            if path.name.startswith((".saving-", ".old-")):
+                files.disk.remove_tree(path)
+
+    # write --------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: StepName) -> Path:
+        """Returns an empty folder, to which the step is written."""
+        staging = self.folder / f".saving-{name}"
+        files.disk.remove_tree(staging)
+        for path in (staging, staging / "states", staging / "writer"):
+            files.disk.make_dir(path, files.PUBLIC_FOLDER)
+        return staging
+
+    def abandon(self, name: StepName) -> None:
+        files.disk.remove_tree(self.folder / f".saving-{name}")
+
+    def finish(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float]) -> Manifest:
+        """Writes what is not written yet, and makes the step complete.
+
+        Args:
+            contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
+        """
+        staging, entries = self.folder / f".saving-{name}", dict[str, list[Any]]()
+        for path in sorted(path for path in staging.rglob("*") if path.is_file()):
+            entries[str(path.relative_to(staging))] = _size_and_hash(path)
+            files.disk.sync(path)
+        for file, content in contents.items():
+            entries[file] = _write(staging / file, content)
+        manifest = {"format": _FORMAT, "step": name.step, "rollbacks": name.rollbacks, "at": time.time()}
+        manifest |= {"metrics": metrics, "files": entries}
+        files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
+        for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
+            files.disk.sync_dir(folder)
+        self.remove(name)
+        files.disk.rename(staging, self.folder / str(name))
+        files.disk.sync_dir(self.folder)
+        return manifest
+
+    def remove(self, name: StepName) -> None:
+        """Removes a step, complete or damaged. A missing one is fine."""
+        old = self.folder / f".old-{name}"
+        files.disk.remove_tree(old)
+        if (self.folder / str(name)).exists():
+            files.disk.rename(self.folder / str(name), old)
+            files.disk.remove_tree(old)
+
+    def note(self, **record: object) -> None:
+        """Adds a line to the history."""
+        files.disk.append(self.folder / "history.jsonl", orjson.dumps(record | {"at": time.time()}) + b"\n")
+
+    # read ---------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[StepName]:
+        return sorted(name for path in self.folder.iterdir() if (name := StepName.parse(path.name)) is not None)
+
+    def manifest(self, name: StepName) -> Manifest:
+        """Raises CheckpointCorrupt if it is missing or damaged."""
+        path = self.folder / str(name) / _MANIFEST
+        return _opened(path.read_bytes() if path.is_file() else None, str(path))
+
+    def check(self, name: StepName) -> None:
+        """Reads each file. Raises CheckpointCorrupt if the step is not as it was saved."""
+        for file, entry in self.manifest(name)["files"].items():
+            path = self.folder / str(name) / file
+            if not path.is_file():
+                raise CheckpointCorrupt(f"{path} is missing.")
+            if (found := _size_and_hash(path)) != entry:
+                what = (
+                    f"{found[0]} bytes instead of {entry[0]}"
+                    if found[0] != entry[0]
+                    else "not the bytes it was saved with"
+                )
+                raise CheckpointCorrupt(f"{path} has {what}.")
+
+    def check_plain(self, name: StepName) -> None:
+        """Raises ConfigError if ``load`` would refuse a file of the step for what it holds."""
+        for file in self.manifest(name)["files"]:
+            path = self.folder / str(name) / file
+            if file.endswith(".pt") and not file.startswith("writer/"):
+                found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+                if found:
+                    raise ConfigError(
+                        f"{path} holds {', '.join(found)}: no restore would take it, as such a file may run any code. "
+                        "Save plain values and tensors, or set only_plain=False."
+                    )
+
+    def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
+        """What ``torch.save`` wrote, in the host's memory. Call ``check`` before."""
+        path = self.folder / str(name) / file
+        if not path.is_file():
+            raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
+        with explained("read", path):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=only_plain)
+            except pickle.UnpicklingError as error:
+                raise ConfigError(f"{path} holds more than plain values and tensors: set only_plain=False.") from error
+
+    # remote -------------------------------------------------------------------------------------------------------
+
+    def upload(self, name: StepName) -> None:
+        """Copies a complete step to the remote."""
+        assert self.store is not None
+        for file in self.manifest(name)["files"]:
+            self.store.put_file(f"{name}/{file}", self.folder / str(name) / file)
+        self.store.put(f"{name}/{_MANIFEST}", (self.folder / str(name) / _MANIFEST).read_bytes())
+
+    def remote_names(self) -> list[StepName]:
+        """Those in the remote, complete or not."""
+        found = map(StepName.parse, self.store.names()) if self.store is not None else ()
+        return sorted(name for name in found if name is not None)
+
+    def remote_manifest(self, name: StepName) -> Manifest:
+        """Raises CheckpointCorrupt if it is missing or damaged."""
+        assert self.store is not None
+        return _opened(self.store.read(f"{name}/{_MANIFEST}", 64 << 20), f"{self.store.url}/{name}/{_MANIFEST}")
+
+    def fetch(self, name: StepName) -> None:
+        """Copies a step from the remote into the folder.
+
+        Raises:
+            CheckpointCorrupt: it is not complete there, or damaged.
+        """
+        assert self.store is not None
+        manifest, staging = self.remote_manifest(name), self.begin(name)
+        for file, entry in manifest["files"].items():
+            files.disk.make_dirs((staging / file).parent)
+            if _write(staging / file, self.store.get_file(f"{name}/{file}")) != entry:
+                self.abandon(name)
+                raise CheckpointCorrupt(f"{self.store.url}/{name}/{file} has not the bytes it was saved with.")
+        self.finish(name, {}, manifest["metrics"])
+
+    def remove_remote(self, name: StepName) -> None:
+        """Removes a step, or what there is of one."""
+        assert self.store is not None
+        self.store.remove(f"{name}/{_MANIFEST}")
+        for file in self.store.below(str(name)):
+            self.store.remove(file)
+
+
+def _write(path: Path, content: Any) -> list[Any]:
+    """Writes and syncs a file. Returns its size and hash."""
+    file = files.HashedFile(path)
+    try:
+        if isinstance(content, Iterator):
+            for block in content:
+                file.write(block)
+        else:
+            torch.save(content, file)
+    finally:
+        file.close()
+    files.disk.sync(path)
+    return [file.size, file.hexdigest()]
+
+
+def blocks(path: Path) -> Iterator[bytes]:
+    """A file's content."""
+    with explained("read", path), path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _size_and_hash(path: Path) -> list[Any]:
+    digest, size = xxhash.xxh3_128(), 0
+    for block in blocks(path):
+        digest.update(block)
+        size += len(block)
+    return [size, digest.hexdigest()]
+
+
+def _sealed(manifest: Manifest) -> bytes:
+    return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
+
+
+def _opened(data: bytes | None, where: str) -> Manifest:
+    if data is None:
+        raise CheckpointCorrupt(f"{where} is missing.")
+    try:
+        manifest = orjson.loads(data)
+        checksum = manifest.pop("checksum")
+        if manifest["format"] == _FORMAT and _sealed(manifest) == data and checksum:
+            return dict(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise CheckpointCorrupt(f"{where} is damaged, or of another version.")

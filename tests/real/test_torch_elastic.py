@@ -1,0 +1,310 @@
+"""``Pack`` and ``Mix`` go on with another number of ranks and workers: each token and each row comes once.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from tests.stateful_rows import Rows
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+LONG = [(number * 7) % 23 for number in range(60)]
+COUNTS = {"a": 40, "b": 11, "c": 1}
+Place = tuple[int, int]
+"""Rank and world size."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rows of tokens that count on, of 0 to 22 tokens each; and rows of three sources, by name."""
+    numbers = itertools.count(1)
+    tokens = [list(itertools.islice(numbers, length)) for length in LONG]
+    write(tmp_path / "rows", [{"text": "x", "tokens": row} for row in tokens])
+    for name, count in COUNTS.items():
+        write(tmp_path / name, [{"text": f"{name}{number}"} for number in range(count)])
+    return tmp_path
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir()
+    for number in range(3):
+        lines = [json.dumps(row) + "\n" for row in rows[number::3]]
+        (folder / f"{number}.jsonl").write_text("".join(lines))
+
+
+def tokens_of(document: Any) -> list[int]:
+    return list(document.metadata["tokens"])
+
+
+def text_of(document: Any) -> str:
+    return str(document.text)
+
+
+def letters(document: Any) -> list[int]:
+    return [ord(document.text[0]) * 1000 + int(document.text[1:])] * 3
+
+
+def rows(folder: Path, name: str, place: Place, transform: Any = text_of, **options: Any) -> ReaderDataset:
+    reader = JsonlReader((folder / name).as_posix())
+    return ReaderDataset(reader, *place, shuffle_seed=1, transform=transform, **options)
+
+
+def packed(folder: Path, place: Place = (0, 1), **options: Any) -> Pack:
+    return Pack(rows(folder, "rows", place, tokens_of), 16, **options)
+
+
+def mixed(folder: Path, place: Place = (0, 1), at_end: Any = "drop", transform: Any = text_of) -> Mix:
+    sources = [rows(folder, name, place, transform) for name in COUNTS]
+    return Mix(sources, [2, 1, 1], at_end=at_end)
+
+
+def loader(dataset: Any, workers: int = 0, **options: Any) -> Any:
+    return StatefulDataLoader(dataset, 2, num_workers=workers, collate_fn=list, **options)
+
+
+def take(batches: Any, count: int | None = None) -> list[Any]:
+    return [one for batch in itertools.islice(batches, count) for one in batch]
+
+
+def stopped(make: Callable[[Place], Any], before: Place, steps: int, states: Any = ()) -> tuple[list[Any], list[Any]]:
+    """What all ranks of (world size, workers) read up to a step, and their states, through JSON."""
+    read, saved = [], []
+    for rank in range(before[0]):
+        one = loader(make((rank, before[0])), before[1])
+        if states:
+            restore(one, states)
+        else:
+            one.dataset.set_epoch(2)
+        read += take(iter(one), steps)
+        saved.append(json.loads(json.dumps(one.state_dict())))
+    return read, saved
+
+
+def rest(make: Callable[[Place], Any], after: Place, states: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What all ranks read after these states, and in the next epoch."""
+    read, following = [], []
+    for rank in range(after[0]):
+        one = loader(make((rank, after[0])), after[1])
+        if restore(one, states) == 2:
+            one.dataset.set_epoch(2)
+            read += take(one)
+        one.dataset.set_epoch(3)
+        following += take(one)
+    return read, following
+
+
+def flat(samples: list[Any]) -> list[int]:
+    return [token for sample in samples for token in sample["input_ids"].tolist() if token]
+
+
+CHANGES = [((1, 0), (2, 0)), ((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_each_token_is_packed_once(folder: Path, before: Place, after: Place, steps: int) -> None:
+    def make(place: Place) -> Pack:
+        return packed(folder, place, pad=0)
+
+    read, states = stopped(make, before, steps)
+    more, following = rest(make, after, states)
+    whole = Counter(range(1, sum(LONG) + 1))
+    assert Counter(flat(read + more)) == whole
+    assert Counter(flat(following)) == whole, "the next epoch is whole"
+
+
+def test_a_sample_of_a_new_packer_holds_whole_rows_and_rests(folder: Path) -> None:
+    """Positions begin at 0 wherever another row, or what was left of one, begins."""
+
+    def make(place: Place) -> Pack:
+        return packed(folder, place, pad=0, positions=True)
+
+    _, states = stopped(make, (2, 2), 2)
+    more, _ = rest(make, (1, 0), states)
+    for sample in more:
+        ids, at = sample["input_ids"], sample["position_ids"]
+        inside = (ids[1:] != 0) & (at[1:] > 0)
+        assert (ids[1:][inside] == ids[:-1][inside] + 1).all(), "counts on within a row"
+        jumps = (ids[1:] != 0) & (ids[1:] != ids[:-1] + 1)
+        assert (at[1:][jumps] == 0).all()
+
+
+def test_without_pad_each_packer_drops_less_than_a_sample(folder: Path) -> None:
+    def make(place: Place) -> Pack:
+        return packed(folder, place)
+
+    read, states = stopped(make, (2, 2), 3)
+    found = Counter(flat(read + rest(make, (3, 0), states)[0]))
+    assert set(found.values()) == {1}
+    assert sum(LONG) - len(found) < 3 * 16
+
+
+@pytest.mark.parametrize("steps", [0, 2, 8, 12])
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_mix_that_drops_gives_each_sample_once(folder: Path, before: Place, after: Place, steps: int) -> None:
+    def make(place: Place) -> Mix:
+        return mixed(folder, place)
+
+    read, states = stopped(make, before, steps)
+    more, following = rest(make, after, states)
+    whole = {f"{name}{number}": 1 for name, count in COUNTS.items() for number in range(count)}
+    assert Counter(read + more) == whole
+    assert Counter(following) == whole
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_mix_that_stops_gives_no_sample_twice(folder: Path, before: Place, after: Place) -> None:
+    def make(place: Place) -> Mix:
+        sources = [rows(folder, name, place) for name in ("a", "b")]
+        return Mix(sources, [2, 1], at_end="stop")
+
+    read, states = stopped(make, before, 2)
+    more, _ = rest(make, after, states)
+    assert max(Counter(read + more).values()) == 1
+    assert len(more) > 0
+
+
+@pytest.mark.parametrize("steps", [1, 6, 10])
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_mix_that_repeats_leaves_no_sample_out(folder: Path, before: Place, after: Place, steps: int) -> None:
+    """Workers may be in different passes of a short source: it goes on in the first that is not over for all."""
+
+    def make(place: Place) -> Mix:
+        return mixed(folder, place, "repeat")
+
+    read, states = stopped(make, before, steps)
+    more, _ = rest(make, after, states)
+    found = Counter(read + more)
+    assert {*found} == {f"{name}{number}" for name, count in COUNTS.items() for number in range(count)}
+    assert max(found[f"a{number}"] for number in range(COUNTS["a"])) <= 2, "a new pass may begin before the last ends"
+
+
+@pytest.mark.parametrize("kind", ["pack of mix", "mix of packs"])
+@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 3))])
+def test_one_in_the_other(folder: Path, before: Place, after: Place, kind: str, steps: int) -> None:
+    def make(place: Place) -> Any:
+        if kind == "pack of mix":
+            return Pack(mixed(folder, place, transform=letters), 7, pad=0)
+        packs = [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS]
+        return Mix(packs, [2, 1, 1], at_end="drop")
+
+    read, states = stopped(make, before, steps)
+    more, _ = rest(make, after, states)
+    whole = Counter(ord(name) * 1000 + number for name, count in COUNTS.items() for number in range(count))
+    assert Counter(flat(read + more)) == Counter(dict.fromkeys(whole, 3))
+
+
+def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_path: Path) -> None:
+    for make, whole in (
+        (lambda place: packed(folder, place, pad=0), Counter(range(1, sum(LONG) + 1))),
+        (lambda place: mixed(folder, place), Counter(f"{n}{i}" for n, count in COUNTS.items() for i in range(count))),
+    ):
+        states: Any = ()
+        read: list[Any] = []
+        for topology in ((2, 2), (1, 0), (1, 3), (3, 0)):
+            some, states = stopped(make, topology, 2, states)
+            read += some
+            files = [tmp_path / f"{number}.pt" for number in range(len(states))]
+            for file, state in zip(files, states, strict=True):
+                torch.save(state, file)
+            states = files
+        read += rest(make, (2, 0), states)[0]
+        assert Counter(flat(read) if isinstance(read[0], dict) else read) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [packed, mixed])
+def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(folder: Path, make: Any, workers: int) -> None:
+    saving = loader(make(folder), workers)
+    batches = iter(saving)
+    take(batches, 3)
+    state = saving.state_dict()
+    wanted = take(batches)
+    other = loader(make(folder), workers)
+    restore(other, [state])
+    np.testing.assert_equal(take(other), wanted)
+
+
+def test_the_draws_after_a_merge_are_the_same_at_each_start(folder: Path) -> None:
+    _, states = stopped(lambda place: mixed(folder, place), (2, 2), 3)
+    orders = [rest(lambda place: mixed(folder, place), (2, 0), states)[0] for _ in range(2)]
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [packed, mixed])
+def test_after_the_end_of_an_epoch_the_next_one_follows(folder: Path, make: Any, workers: int) -> None:
+    _, states = stopped(lambda place: make(folder, place), (2, workers), 1000)
+    other = loader(make(folder), 3)
+    assert restore(other, states) == 3
+
+
+def test_states_that_cannot_be_merged_are_refused(folder: Path) -> None:
+    read, states = stopped(lambda place: packed(folder, place), (2, 2), 3)
+    assert read
+    one = loader(packed(folder))
+    with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
+        restore(one, states[:1])
+    with pytest.raises(CheckpointMismatch, match=r"two states of rank 0"):
+        restore(one, [states[0], states[0], states[1]])
+    with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
+        restore(loader(Pack(rows(folder, "rows", (0, 1), tokens_of), 17)), states)
+    other = ReaderDataset(JsonlReader((folder / "rows").as_posix()), shuffle_seed=2, transform=tokens_of)
+    with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
+        restore(loader(Pack(other, 16)), states)
+    with pytest.raises(CheckpointMismatch, match="no state of Pack"):
+        restore(one, stopped(lambda place: mixed(folder, place), (1, 0), 1)[1])
+    with pytest.raises(CheckpointMismatch, match="not of one run"):
+        merge([states[0], stopped(lambda place: packed(folder, place, pad=1), (2, 2), 3)[1][1]])
+    with pytest.raises(ConfigError, match="no state"):
+        restore(one, [{"model": 1}])
+    foreign = Pack(Rows([[1, 2, 3]] * 9), 2)
+    next(iter(foreign))
+    with pytest.raises(CheckpointMismatch, match=r"is no ReaderDataset.*load_state_dict"):
+        merge([foreign.state_dict()])
+
+
+def test_states_of_different_steps_are_a_warning(folder: Path, log: list[str]) -> None:
+    for make in (packed, mixed):
+        states = [stopped(lambda place: make(folder, place), (2, 0), steps)[1] for steps in (2, 3)]  # noqa: B023
+        merge([states[0][0], states[1][1]])
+    said = [line for line in log if "not saved at the same step: rank 0 had 4 samples, rank 1 had 6" in line]
+    assert len(said) == 2
+
+
+def test_a_merged_state_is_for_all_workers_and_for_one_epoch(folder: Path) -> None:
+    """Loaded by hand into the dataset: workers have copies of it, and begin the next epoch from its beginning."""
+    read, states = stopped(lambda place: packed(folder, place, pad=0), (2, 0), 3)
+    dataset = packed(folder, pad=0)
+    dataset.load_state_dict(merge(states))
+    assert dataset.state_dict() == merge(states)
+    one = loader(dataset, 2, persistent_workers=True)
+    dataset.set_epoch(2)
+    assert Counter(flat(read + take(one))) == Counter(range(1, sum(LONG) + 1))
+    dataset.set_epoch(3)
+    assert Counter(flat(take(one))) == Counter(range(1, sum(LONG) + 1))
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        dataset.state_dict()
+    dataset.load_state_dict(merge(states))
+    with pytest.raises(ConfigError, match="after the loader had started its workers"):
+        take(one)

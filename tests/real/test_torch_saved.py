@@ -1,0 +1,155 @@
+"""A dataset that ``save_to_disk`` has written, in a training loop: columns, length, shuffling, other topologies.
+
+Needs torch and torchdata: ``uv pip install -e .[torch]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers import HuggingFaceDatasetReader
+from datatrove_ckpt.torch import ReaderDataset, restore
+
+pytestmark = [
+    pytest.mark.xdist_group("datasets"),  # its import takes seconds
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+COUNT = 50
+TEXTS = [f"text {number}" for number in range(COUNT)]
+
+
+def made(**columns: Any) -> Any:
+    rows = {"text": TEXTS, "number": list(range(COUNT)), "input_ids": [[n, n + 1] for n in range(COUNT)]}
+    return datasets.Dataset.from_dict(rows | columns)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    datasets.disable_progress_bars()
+    path = (tmp_path / "saved").as_posix()
+    made().save_to_disk(path, num_shards=3)
+    return path
+
+
+def reader(path: str, **options: Any) -> HuggingFaceDatasetReader:
+    return HuggingFaceDatasetReader(path, load_from_disk=True, **options)
+
+
+def loader(path: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+    one = ReaderDataset(reader(path), rank, ranks, batch_size=4, **({"shuffle_seed": 1} | options))
+    return StatefulDataLoader(one, batch_size=4, num_workers=workers)
+
+
+def texts(batches: Any) -> list[str]:
+    return [text for batch in batches for text in batch["text"]]
+
+
+def whole(document: Any) -> Any:
+    return document
+
+
+def test_documents_are_those_of_the_reader_and_come_in_the_order_of_the_dataset(saved: str) -> None:
+    found = list(ReaderDataset(reader(saved, skip=3, limit=30), transform=whole))
+    wanted = list(reader(saved, skip=3, limit=30).run())
+    assert [(one.text, one.metadata) for one in found] == [(one.text, one.metadata) for one in wanted]
+    assert len({one.id for one in found}) == 30
+    assert found[0].metadata["dataset"] == saved
+
+
+def test_it_has_a_length_an_order_for_each_epoch_and_columns(saved: str) -> None:
+    one = loader(saved, columns=["input_ids", "text"])
+    assert len(one) == 13
+    assert len(one.dataset) == COUNT
+    epochs = []
+    for epoch in (0, 1):
+        one.dataset.set_epoch(epoch)
+        epochs.append(texts(one))
+    assert epochs[0] != epochs[1]
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(TEXTS)
+    rows = ReaderDataset(reader(saved), columns=["input_ids"], arrays=True, batch_size=20)
+    assert np.concatenate([batch["input_ids"] for batch in rows]).tolist() == [[n, n + 1] for n in range(COUNT)]
+    fixed = [[one["text"] for one in ReaderDataset(reader(saved, shuffle_files=True))] for _ in range(2)]
+    assert fixed[0] == fixed[1] != TEXTS
+
+
+def test_it_goes_on_with_other_ranks_and_workers_and_refuses_another_dataset(saved: str) -> None:
+    read, states = [], []
+    for rank in range(2):
+        one = loader(saved, 2, rank, 2)
+        read += texts(itertools.islice(one, 3))
+        states.append(one.state_dict())
+    other = loader(saved, 3)
+    restore(other, states)
+    assert Counter(read + texts(other)) == Counter(TEXTS)
+    made(text=TEXTS[::-1]).save_to_disk(saved, num_shards=3)
+    with pytest.raises(CheckpointMismatch, match="has changed"):
+        restore(loader(saved), states)
+
+
+def test_only_the_files_of_the_dataset_are_read(saved: str) -> None:
+    datasets.load_from_disk(saved).map(lambda row: {"text": row["text"].upper()})
+    assert list(Path(saved).glob("cache-*.arrow")), "datasets keeps results beside the dataset"
+    assert texts(loader(saved, shuffle_seed=None)) == TEXTS
+
+
+def test_what_datasets_makes_when_it_reads_is_not_counted(saved: str, tmp_path: Path) -> None:
+    path = (tmp_path / "images").as_posix()
+    made(array=[[[1.0]]] * COUNT).cast_column("array", datasets.Array2D((1, 1), "float32")).save_to_disk(path)
+    one = ReaderDataset(reader(path), transform=whole)
+    assert [document.metadata for document in one] == [document.metadata for document in reader(path).run()]
+    with pytest.raises(TypeError, match="has no length"):
+        len(one)
+
+
+def test_a_seed_that_cannot_be_honoured_is_refused_when_the_dataset_is_made(saved: str) -> None:
+    files = {"data_files": f"{saved}/data-*.arrow", "split": "train"}
+    for given, options in (
+        (reader(saved), {"indexed": False}),
+        (HuggingFaceDatasetReader("arrow", files, streaming=True), {}),
+        (HuggingFaceDatasetReader("arrow", files), {}),
+    ):
+        with pytest.raises(ConfigError, match=r"shuffle_seed=1.*load_from_disk"):
+            ReaderDataset(given, shuffle_seed=1, **options)
+
+
+def test_a_state_of_rows_that_were_not_counted_is_continued(saved: str) -> None:
+    before = ReaderDataset(reader(saved), indexed=False)
+    iterator = iter(before)
+    read = [next(iterator)["text"] for _ in range(7)]
+    now = ReaderDataset(reader(saved))
+    now.load_state_dict(before.state_dict())
+    assert read + [one["text"] for one in now] == TEXTS
+    now.set_epoch(1)
+    assert len(list(now)) == len(now) == COUNT
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_restore_refuses_another_dataset_at_once_if_its_rows_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def make() -> Any:
+        files = {"data_files": str(tmp_path / "*.jsonl"), "split": "train"}
+        one = ReaderDataset(HuggingFaceDatasetReader("json", files, streaming))
+        return StatefulDataLoader(one, batch_size=2)
+
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "a{number}"}}\n' for number in range(9)))
+    saving = make()
+    next(iter(saving))
+    state = saving.state_dict()
+    restore(make(), [state])
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "b{number}"}}\n' for number in range(9)))
+    with pytest.raises(CheckpointMismatch, match=r"has changed"):
+        restore(make(), [state])

@@ -1,0 +1,596 @@
+"""TrainingCheckpoints: whatever happens, the training goes on as if nothing had. Needs torch and torchdata."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loguru import logger
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing.disks import crash_at
+from datatrove_ckpt.torch import LossSpikes, ReaderDataset, TrainingCheckpoints
+from tests.patience import until
+from tests.real import train as script
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+EVERY = 4
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> str:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for file in range(2):
+        rows = [{"id": f"{file}-{n}", "text": f"{'abcdefgh'[n % 8]}{n}"} for n in range(24)]
+        Path(folder, f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+class Training:
+    """One rank. Its losses depend on the model, the optimizer, the order of the documents and on dropout."""
+
+    def __init__(self, documents: str) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers)
+        self.new_loader()
+        self.losses: dict[int, tuple[float, float]] = {}
+
+    def new_loader(self) -> None:
+        self.loader = StatefulDataLoader(self.dataset, batch_size=5)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, batch: torch.Tensor) -> float:
+        loss = (self.model(batch) - random.random()).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def run(self, saved: TrainingCheckpoints, steps: int, then: Callable[[int], object] = lambda step: None) -> None:
+        step = saved.restore_latest(loader=self.loader, **self.states) or 0
+        epoch = saved.epoch
+        while step < steps:
+            self.dataset.set_epoch(epoch)
+            for batch in self.loader:
+                step += 1
+                loss = self.step(batch)
+                self.losses[step] = loss, batch.sum().item()
+                saved.maybe_save(step, loader=self.loader, metrics={"loss": loss}, **self.states)
+                then(step)
+                if step == steps:
+                    break
+            epoch += 1
+
+
+def numbers(document: Any) -> torch.Tensor:
+    return torch.tensor([float(ord(document.text[0]) - 100), float(document.text[1:]) / 10])
+
+
+def checkpoints(folder: Path | str, **settings: Any) -> TrainingCheckpoints:
+    return TrainingCheckpoints(folder, **{"every_steps": EVERY, "asynchronous": False} | settings)
+
+
+def trained(documents: str, folder: Path, steps: int = 25, **settings: Any) -> dict[int, tuple[float, float]]:
+    training = Training(documents)
+    with checkpoints(folder, **settings) as saved:
+        training.run(saved, steps)
+    return training.losses
+
+
+# whole or absent -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("remote", "torn", "every"),
+    [
+        (False, True, 4),
+        (True, False, 4),
+        *(pytest.param(remote, torn, 1, marks=pytest.mark.full) for remote in (False, True) for torn in (False, True)),
+    ],
+)
+def test_a_crash_at_every_effect_changes_no_loss(
+    documents: str, tmp_path: Path, ram: Path, remote: bool, torn: bool, every: int
+) -> None:
+    folder = ram / "run"
+    settings = {"remote": str(folder / "remote")} if remote else {}
+    expected = trained(documents, tmp_path / "undisturbed", 9)
+    crashes, number = [], 0
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        with crash_at(number, folder, torn) as disk:
+            folder.mkdir()
+            trained(documents, folder / "steps", 9, keep_last=1, **settings)
+        if disk.crashed_at is None:
+            break
+        crashes.append(disk.crashed_at)
+        losses = trained(documents, folder / "steps", 9, keep_last=1, **settings)
+        assert losses == {step: expected[step] for step in losses}, disk.crashed_at
+        assert len(losses) <= 9
+        left = {path.name for path in Path(folder, "steps").iterdir() if path.name.startswith("step-")}
+        assert "step-00000008" in left, disk.crashed_at
+        assert len(left) <= 3, disk.crashed_at  # the newest, the best, one that is not removed yet
+        number += every
+    assert len(crashes) > 50 / every
+    assert {crash.split()[0] for crash in crashes} >= {"write", "sync"}
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
+def test_every_damaged_byte_is_found_and_the_step_before_is_used(
+    documents: str, tmp_path: Path, log: list[str], every: int
+) -> None:
+    folder = tmp_path / "run"
+    trained(documents, folder)
+    newest, places = folder / "step-00000024", 0
+    for path in sorted(path for path in newest.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), every):
+            path.write_bytes(flipped(whole, place))
+            log.clear()
+            training = Training(documents)
+            assert checkpoints(folder).restore_latest(**training.states, loader=training.loader) == 20, (path, place)
+            assert str(path) in log[0]
+            assert "passed over" in log[0]
+            places += 1
+        for damage in (whole[:-1], whole + b"\0", b"", None):
+            path.unlink() if damage is None else path.write_bytes(damage)
+            assert checkpoints(folder).restore_latest(**Training(documents).states) == 20, (path, damage)
+        path.write_bytes(whole)
+    assert places > 150
+    assert checkpoints(folder).restore_latest(**Training(documents).states) == 24
+
+
+def test_without_any_whole_step_it_says_what_is_wrong_with_each(documents: str, tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "run").restore_latest() is None
+    trained(documents, tmp_path / "run")
+    for manifest in Path(tmp_path, "run").glob("step-*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"no step that is whole: step-00000024: .*missing.* step-00000020: "):
+        checkpoints(tmp_path / "run").restore_latest()
+
+
+def test_what_does_not_fit_is_named(documents: str, tmp_path: Path) -> None:
+    trained(documents, tmp_path / "run")
+    saved, training = checkpoints(tmp_path / "run"), Training(documents)
+    with pytest.raises(ConfigError, match="holds no 'ema': it was saved without"):
+        saved.restore_latest(ema=training.model)
+    with pytest.raises(ConfigError, match=r"(?s)model: step-00000024 does not fit: .*size mismatch"):
+        saved.restore_latest(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
+    with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
+        saved.save(30, model=lambda: None)
+    with pytest.raises(ConfigError, match="keep_last: must be an integer from 1 on"):
+        checkpoints(tmp_path / "run", keep_last=0)
+
+
+class Custom:
+    def state_dict(self) -> dict[str, object]:
+        return {"path": Path("x")}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert state == {"path": Path("x")}
+
+
+def test_a_state_that_no_restore_would_take_is_named_when_it_is_saved(tmp_path: Path, log: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"holds pathlib\.PosixPath"), checkpoints(tmp_path / "run") as saved:
+        saved.save(1, custom=Custom())
+    assert "custom.pt holds pathlib.PosixPath" in log[0]
+    with pytest.raises(ConfigError, match="set only_plain=False"):
+        checkpoints(tmp_path / "run").restore_latest(custom=Custom())
+    assert checkpoints(tmp_path / "run", only_plain=False).restore_latest(custom=Custom()) == 1
+
+
+# signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_saves_and_ends_as_the_signal_would(documents: str, tmp_path: Path) -> None:
+    expected = trained(documents, tmp_path / "undisturbed")
+    training = Training(documents)
+    before = signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
+
+    def interrupt(step: int) -> None:
+        if step == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended, checkpoints(tmp_path / "run") as saved:
+        training.run(saved, 25, interrupt)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert max(training.losses) == 10
+    losses = trained(documents, tmp_path / "run")
+    assert min(losses) == 11
+    assert training.losses | losses == expected
+
+
+def test_the_end_of_slurms_time_limit_saves(documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
+    training = Training(documents)
+    with pytest.raises(CkptError, match="time limit"), checkpoints(tmp_path / "run") as saved:
+        training.run(saved, 10**6, lambda step: time.sleep(0.05))
+    assert checkpoints(tmp_path / "run").restore_latest() == max(training.losses)
+
+
+# the remote ------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_node_restores_from_the_remote(documents: str, tmp_path: Path, log: list[str]) -> None:
+    expected, remote = trained(documents, tmp_path / "undisturbed"), str(tmp_path / "remote")
+    trained(documents, tmp_path / "run", 22, remote=remote)
+    assert {path.name for path in Path(remote).iterdir()} >= {"step-00000020"}
+    shutil.rmtree(tmp_path / "run")
+    losses = trained(documents, tmp_path / "run", remote=remote)
+    assert losses == {step: expected[step] for step in range(21, 26)}
+    assert not log
+
+    model = next(Path(tmp_path, "run").glob("step-00000024/states/model.pt"))
+    model.write_bytes(b"damaged")
+    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states) == 24
+    model.write_bytes(b"damaged")
+    Path(remote, "step-00000024/states/model.pt").write_bytes(b"damaged, too")
+    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states) == 20
+    assert "step-00000024 is passed over" in log[0]
+    assert remote in log[0]
+    assert str(model) in log[0]
+
+
+def test_old_steps_leave_folder_and_remote(documents: str, tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    losses = trained(documents, tmp_path / "run", 40, remote=str(remote), keep_last=2, keep_best=1, keep_every=16)
+    best = min((losses[step][0], step) for step in range(4, 41, 4))[1]
+    kept = {f"step-{step:08}" for step in {best, 16, 32, 36, 40}}
+    assert {path.name for path in Path(tmp_path, "run").glob("step-*")} == kept
+    assert {path.parent.name for path in remote.glob("step-*/manifest.json")} == kept
+
+
+# beside the training ---------------------------------------------------------------------------------------------
+
+
+class Held(files.Disk):
+    """Renames wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released, self.reached = threading.Event(), threading.Event()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.reached.set()
+        assert self.released.wait(60)
+        super().rename(source, target)
+
+
+def test_the_training_waits_for_the_copy_in_memory_only(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, disk = Training(documents), Held()
+    batch = torch.ones(5, 2)
+    with checkpoints(tmp_path / "run", asynchronous=True, every_steps=None, every_seconds=0.0) as saved:
+        monkeypatch.setattr(files, "disk", disk)
+        training.step(batch)
+        before = {name: value.clone() for name, value in training.model.state_dict().items()}
+        assert saved.maybe_save(1, **training.states)
+        assert disk.reached.wait(60)
+        training.step(batch)
+        assert not saved.maybe_save(2, **training.states)  # at most one at a time
+        assert not list(Path(tmp_path, "run").glob("step-*"))
+        disk.released.set()
+        until(lambda: Path(tmp_path, "run/step-00000001").exists())
+        later = itertools.count(3)
+        until(lambda: saved.maybe_save(next(later), **training.states))
+    newest = checkpoints(tmp_path / "run").restore_latest()
+    assert newest == next(later) - 1
+    shutil.rmtree(tmp_path / f"run/step-{newest:08}")
+    again = Training(documents)
+    checkpoints(tmp_path / "run").restore_latest(**again.states)
+    assert all(torch.equal(value, before[name]) for name, value in again.model.state_dict().items())
+
+
+def test_tied_weights_and_metadata_are_kept(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False), nn.BatchNorm1d(300))
+    model[1].weight = model[0].weight
+    with checkpoints(tmp_path / "run", asynchronous=True) as saved:
+        saved.save(1, model=model)
+    assert Path(tmp_path, "run/step-00000001/states/model.pt").stat().st_size < 1.2 * 300 * 300 * 4
+    state = torch.load(tmp_path / "run/step-00000001/states/model.pt")
+    assert state._metadata == model.state_dict()._metadata
+
+
+class Full(files.Disk):
+    """A disk that is full for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = True
+
+    def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
+        if self.is_full and ".saving-" in str(path):
+            raise StorageFailed(f"Could not write to {path}: {os.strerror(errno.ENOSPC)}.")
+        super().write(fd, data, path)
+
+
+def test_a_full_disk_is_named_and_the_training_goes_on(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    expected, disk = trained(documents, tmp_path / "undisturbed"), Full()
+    trained(documents, tmp_path / "run", 6)
+    monkeypatch.setattr(files, "disk", disk)
+    training = Training(documents)
+    with checkpoints(tmp_path / "run", asynchronous=True) as saved:
+        training.run(saved, 14)
+        assert isinstance(saved.failure, StorageFailed) or until(lambda: saved.failure is not None) is None
+        assert "step-00000008 is not saved: Could not write to" in log[0]
+        assert "No space left" in log[0]
+        assert [path.name for path in Path(tmp_path, "run").glob("step-*")] == ["step-00000004"]
+        disk.is_full = False
+        saved.save(14, loader=training.loader, **training.states)
+    losses = trained(documents, tmp_path / "run")
+    assert training.losses | losses == {step: expected[step] for step in range(5, 26)}
+    assert min(losses) == 15
+
+    disk.is_full = True
+    with pytest.raises(StorageFailed), checkpoints(tmp_path / "other") as saved:
+        saved.save(1, **training.states)  # the end of the block says that the last one is not there
+
+
+def test_a_slow_remote_holds_up_neither_the_training_nor_the_disk(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    put = object_store.Effects.put_file
+
+    def slow(self: Any, fs: Any, path: str, file: Path) -> None:
+        assert released.wait(60)
+        put(self, fs, path, file)
+
+    monkeypatch.setattr(object_store.Effects, "put_file", slow)
+    remote, training = tmp_path / "remote", Training(documents)
+    with checkpoints(tmp_path / "run", asynchronous=True, remote=str(remote)) as saved:
+        training.run(saved, 25)
+        until(lambda: Path(tmp_path, "run/step-00000024").exists())
+        assert not list(remote.glob("*/manifest.json"))
+        released.set()
+    assert {path.parent.name for path in remote.glob("*/manifest.json")} >= {"step-00000024"}
+
+
+def test_a_remote_that_refuses_is_named(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    def refuses(self: Any, fs: Any, path: str, file: Path) -> None:
+        raise PermissionError("not allowed")
+
+    monkeypatch.setattr(object_store.Effects, "put_file", refuses)
+    with pytest.raises(PermissionError), checkpoints(tmp_path / "run", remote=str(tmp_path / "remote")) as saved:
+        Training(documents).run(saved, 10)
+    assert "step-00000004 is not copied to" in log[0]
+    assert "not allowed" in log[0]
+    assert checkpoints(tmp_path / "run").restore_latest() == 8
+
+
+def test_auto_chooses_an_interval_from_the_pauses(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, training = TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0), Training(documents)
+    assert saved._interval() == 60.0
+    saved.save(1, **training.states)
+    saved.close()
+    saved._pause, saved._write_seconds = 2.0, 30.0
+    assert saved._interval() == pytest.approx(120.0, rel=0.03)  # sqrt(2 * 2 * 3600)
+    saved._write_seconds = 500.0
+    assert saved._interval() == 500.0
+    assert checkpoints(tmp_path / "run")._interval() is None
+    record = json.loads(Path(tmp_path, "run/history.jsonl").read_text())
+    assert (record["event"], record["step"]) == ("saved", 1)
+    assert record["bytes"] > 1000
+    assert record["pause_seconds"] > 0
+
+
+# roll back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_rollback_is_exact_with_the_input_again_or_skipped(
+    documents: str, tmp_path: Path, skip: bool, killed: bool
+) -> None:
+    expected = trained(documents, tmp_path / "undisturbed", 18)
+    training = Training(documents)
+    with checkpoints(tmp_path / "run") as saved:
+        training.run(saved, 18)
+        if not skip:
+            training.new_loader()
+        assert saved.rollback(before=16, loader=training.loader, skip_input=skip, **training.states) == 12
+    assert not Path(tmp_path, "run/step-00000016").exists()
+    assert checkpoints(tmp_path / "run").restore_latest() == 12
+    model = {name: value.clone() for name, value in training.model.state_dict().items()}
+
+    again = Training(documents) if killed else training
+    with checkpoints(tmp_path / "run") as saved:
+        again.new_loader()
+        again.losses.clear()
+        again.run(saved, 20)
+        assert min(again.losses) == 13
+    if skip:
+        undisturbed = trained(documents, tmp_path / "longer", 26)
+        assert [again.losses[step][1] for step in range(13, 21)] == [undisturbed[step + 6][1] for step in range(13, 21)]
+        assert [again.losses[step][0] for step in range(13, 21)] != [undisturbed[step + 6][0] for step in range(13, 21)]
+    else:
+        assert {step: again.losses[step] for step in range(13, 19)} == {step: expected[step] for step in range(13, 19)}
+    names = {path.name for path in Path(tmp_path, "run").glob("step-*")}
+    assert {"step-00000012.1", "step-00000016.1", "step-00000020.1"} <= names
+    events = [json.loads(line) for line in Path(tmp_path, "run/history.jsonl").read_text().splitlines()]
+    assert [event["skipped_input"] for event in events if event["event"] == "rolled back"] == [skip]
+    assert len(model) == 4
+
+
+def test_a_rollback_to_a_step_or_to_the_best(documents: str, tmp_path: Path) -> None:
+    training = Training(documents)
+    with checkpoints(tmp_path / "run", keep_last=6) as saved:
+        training.run(saved, 25)
+        best = min((training.losses[step][0], step) for step in range(4, 25, 4))[1]
+        with pytest.raises(ConfigError, match="there is no step 13"):
+            saved.rollback(13)
+        with pytest.raises(ConfigError, match="one of to= and before="):
+            saved.rollback()
+        assert saved.rollback("best", loader=training.loader, **training.states) == best
+        assert saved.rollback(4, loader=training.loader, **training.states) == 4
+    assert checkpoints(tmp_path / "run").restore_latest() == 4
+
+
+def test_spikes() -> None:
+    spikes = LossSpikes(window=20)
+    assert not any(spikes.add(2.0 + 0.01 * (n % 5)) for n in range(50))
+    assert "far above" in spikes.add(3.0)
+    assert spikes.add(2.0) == ""
+    assert spikes.add(float("nan")) == "the loss is nan"
+
+
+# several ranks ---------------------------------------------------------------------------------------------------
+
+
+def rank_of_script(rank: int, size: int, port: int, arguments: tuple[str, str, int], variables: dict[str, str]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= variables
+    logger.remove()
+    script.main(*arguments)
+
+
+class Ranks:
+    """The script on several ranks, each a process."""
+
+    def __init__(self, free_port: Callable[[], int]) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self._free_port = free_port
+
+    def start(self, size: int, documents: str, run: Path, steps: int, **variables: str) -> list[Any]:
+        run.mkdir(exist_ok=True)
+        port, arguments = self._free_port(), (documents, str(run), steps)
+        processes = [
+            self._context.Process(target=rank_of_script, args=(rank, size, port, arguments, variables))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        return processes
+
+    def run(self, size: int, documents: str, run: Path, steps: int, **variables: str) -> None:
+        for process in self.start(size, documents, run, steps, **variables):
+            process.join(120)
+            assert process.exitcode == 0
+
+
+def losses_of(run: Path, rank: int = 0) -> dict[int, list[float]]:
+    """By step, those of the last time; each earlier time must have been the same up to a torn last line."""
+    lines = Path(run, f"losses-{rank}.jsonl").read_bytes().splitlines(keepends=True)
+    found: dict[int, list[float]] = {}
+    for line in lines:
+        step, *values = json.loads(line)
+        assert found.setdefault(step, values) == values
+    return found
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    import socket
+
+    def free_port() -> int:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            return int(found.getsockname()[1])
+
+    return Ranks(free_port)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
+def test_killed_at_random_instants_two_ranks_see_the_same_losses(
+    documents: str, tmp_path: Path, ranks: Ranks, kills: int
+) -> None:
+    ranks.run(2, documents, tmp_path / "undisturbed", 60)
+    run, dice = tmp_path / "run", random.Random(kills)
+    for _ in range(kills):
+        processes = ranks.start(2, documents, run, 60, SLEEP="0.02", EVERY="2")
+        before = len(losses_of(run)) if Path(run, "losses-0.jsonl").exists() else 0
+        until(lambda before=before: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > before)
+        time.sleep(dice.random() * 0.3)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        if len(losses_of(run)) == 60:
+            break
+    ranks.run(2, documents, run, 60)
+    for rank in range(2):
+        assert losses_of(run, rank) == losses_of(tmp_path / "undisturbed", rank)
+
+
+def test_more_ranks_go_on_with_the_same_batches_and_a_lost_node_with_the_remote(
+    documents: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    ranks.run(2, documents, tmp_path / "undisturbed", 30)
+    run, remote = tmp_path / "run", str(tmp_path / "remote")
+    ranks.run(2, documents, run, 15, REMOTE=remote)
+    shutil.rmtree(run)
+    ranks.run(3, documents, run, 30, REMOTE=remote)
+
+    def batches(folder: Path, size: int) -> dict[int, float]:
+        each = [losses_of(folder, rank) for rank in range(size)]
+        return {step: sum(one[step][1] for one in each) for step in each[0]}
+
+    found, expected = batches(run, 3), batches(tmp_path / "undisturbed", 2)
+    assert found == {step: expected[step] for step in range(16, 31)}
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Path, ranks: Ranks) -> None:
+    ranks.run(2, documents, tmp_path / "undisturbed", 60)
+    run = tmp_path / "run"
+    processes = ranks.start(2, documents, run, 10**6, SLEEP="0.02", EVERY="100000")
+    until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 3)
+    processes[1].terminate()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [1, 128 + signal.SIGTERM]
+    assert max(losses_of(run, 0)) == max(losses_of(run, 1))
+    assert checkpoints(run).restore_latest() == max(losses_of(run))
+    assert max(losses_of(run)) < 60
+    ranks.run(2, documents, run, 60)
+    # The scheduler of the first attempt has another length: only the documents are the same.
+    assert [batch for _, batch in losses_of(run).values()] == [
+        batch for _, batch in losses_of(tmp_path / "undisturbed").values()
+    ]

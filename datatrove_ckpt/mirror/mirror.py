@@ -41,7 +41,6 @@ from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
     Damaged,
@@ -321,12 +320,7 @@ class RemoteMirror:
             return
         if not is_owned:
             if not self._wait_for_look(retrying.STORAGE.patience, stopping):
-                raise StorageFailed(
-                    f"Nothing could be uploaded to the mirror {self.url} for {duration(retrying.STORAGE.patience)} "
-                    f"({self._failure}). The rank's first output waits for that: if this node were lost, nothing would "
-                    "tell it from another job's. Every answer is saved on this node. Correct that (network, "
-                    "credentials, room), or remove the setting checkpoints_remote_dir, and run the same command again."
-                )
+                raise self._without_version()
         elif not self._wait_for_look(_LOOK_SECONDS, stopping):
             if self._answers:
                 logger.warning(
@@ -334,6 +328,14 @@ class RemoteMirror:
                     f"waits {_LOOK_SECONDS:g} s each time for an answer, and is published then all the same."
                 )
             self._answers = False
+
+    def _without_version(self) -> StorageFailed:
+        return StorageFailed(
+            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's first output waits for "
+            "that: if this node were lost, nothing would tell it from another job's. Every answer is saved on this "
+            "node. Correct that (network, credentials, room), or remove the setting checkpoints_remote_dir, and run the "
+            "same command again."
+        )
 
     def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
         """Whether the mirror's thread has looked within that time, and this process owns the mirror."""
@@ -425,6 +427,8 @@ class RemoteMirror:
                     "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "
                     "started, and run the same command again."
                 ) from error
+            if self._looks and not self._is_owned and isinstance(error, OSError) and not retrying.STORAGE.passes(error):
+                raise self._without_version() from error
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."

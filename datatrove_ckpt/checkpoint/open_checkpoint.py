@@ -91,11 +91,10 @@ class OpenCheckpoint:
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
         self._placement = settings.placement
-        self._publisher = Publisher(
-            settings.write_chunk, self._placement, rank_files.fence, self._commit, self.fail, settings.shutdown
-        )
-        self._room = DiskRoom(folder)
         self._mirror = settings.mirror
+        publish = settings.write_chunk, self._placement, rank_files.fence, self._may_publish
+        self._publisher = Publisher(*publish, self._commit, self.fail, settings.shutdown)
+        self._room = DiskRoom(folder)
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
         self._admitted = self._finished = self._finished_bytes = 0
@@ -201,6 +200,10 @@ class OpenCheckpoint:
         is_known = path == self._folder / COMMITS and self.has_locks
         return dict(self._files.log.commits) if is_known else read_commits(path)
 
+    def check_owner(self) -> None:
+        """See ``Publisher.check``."""
+        self._publisher.check()
+
     @property
     def seconds(self) -> Seconds:
         """What all attempts took until the last commit."""
@@ -271,6 +274,10 @@ class OpenCheckpoint:
             Fenced: another process has taken the rank over.
         """
         return self._storage.ask(partial(self._files.snapshot, since))
+
+    def _may_publish(self, stopping: threading.Event) -> None:
+        if self._mirror is not None:
+            self._mirror.check(not self._files.log.commits, stopping)
 
     def _commit(self, chunk: Chunk) -> None:
         self._storage.call(partial(self._files.commit, chunk))

@@ -39,6 +39,7 @@ class Publisher:
 
     Args:
         placement: puts the published files in place.
+        may_publish: called before that with an event that is set once the rank ends. Raises what forbids it.
         on_published: called with each chunk whose files are in place, in this thread or in one of ``placement``.
         on_failure: called likewise with the error, after which nothing more is published.
     """
@@ -46,6 +47,7 @@ class Publisher:
     write_chunk: WriteChunk
     placement: Placement
     fence: Fence
+    may_publish: Callable[[threading.Event], None]
     on_published: Callable[[Chunk], None]
     on_failure: Callable[[BaseException], None]
     shutdown: Shutdown
@@ -89,15 +91,19 @@ class Publisher:
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(_WrittenDocuments(chunk, journal, self._stopping, self.fence)) as documents:
+        with closing(_WrittenDocuments(chunk, journal, self._stopping, self.check)) as documents:
             chunk.files = self.write_chunk(chunk.index, documents)
         if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
                 f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        check, done = partial(self.fence.check, thorough=True), partial(self.on_published, chunk)
-        self.placement.wait(chunk.index, WaitingChunk(check, done, self._fail))
+        self.placement.wait(chunk.index, WaitingChunk(self.check, partial(self.on_published, chunk), self._fail))
+
+    def check(self) -> None:
+        """Raises what forbids to publish now, above all that another process has taken the rank over. In any thread."""
+        self.fence.check(thorough=True)
+        self.may_publish(self._stopping)
 
 
 @dataclass(eq=False)
@@ -110,7 +116,7 @@ class _WrittenDocuments:
     chunk: Chunk
     journal: ChunkJournal
     stopping: threading.Event
-    fence: Fence
+    check: Callable[[], None]
     _pass: Generator[Finished, None, None] | None = None
 
     def __iter__(self) -> Iterator[Finished]:
@@ -140,7 +146,7 @@ class _WrittenDocuments:
                     yield finished
         self._count(took)
         # The last moment before the caller publishes.
-        self.fence.check(thorough=True)
+        self.check()
 
     def _count(self, took: list[Took]) -> None:
         self.chunk.counts.count(took)

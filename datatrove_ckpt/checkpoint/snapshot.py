@@ -8,6 +8,7 @@ cache are read at once: those put since the last snapshot whose document is not 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -50,6 +51,19 @@ class Mirror(Protocol):
 
     def start(self, source: Source) -> None:
         """Called once the rank is open."""
+
+    def check(self, first: bool, stopping: threading.Event) -> None:
+        """Called before output is published, in any thread: returns once it may be.
+
+        Args:
+            first: nothing is committed yet, so output may appear only if the copy shows that the rank has started.
+            stopping: set: nobody waits any more.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+            StorageFailed: no copy can be made.
+            Stopping: the rank ends.
+        """
 
     def stop(self, completed: bool) -> None:
         """Called when nothing more will be written and the files still exist. Takes a bounded time.

@@ -47,6 +47,7 @@ class NullCheckpoint:
         self.on_close: Callable[[], None] = lambda: None
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         self.read_commits = read_commits
+        self.check_owner: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
             files = writer.output_mg

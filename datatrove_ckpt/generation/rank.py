@@ -135,7 +135,7 @@ class _Run:
             say.started()
             if output is not None:
                 checkpoint.on_close = output.stop
-                output.read_commits = checkpoint.read_commits
+                output.read_commits, output.check_owner = checkpoint.read_commits, checkpoint.check_owner
                 with preemption.interruptible():
                     output.prepare()
             shutdown.check()
@@ -167,9 +167,6 @@ class _Run:
         step, preemption = self.step, self.preemption
         folder, identity = rank_folder(root, rank), step.identity(self.world_size)
         output = ChunkOutput(step.output_writer, rank, folder, step.checkpoints_root, prefix, step.hub_pace)
-        # With a mirror, an attempt on a lost node may have published chunks before the mirror's first version. They are
-        # written again, and what stays of them is refused at the end of the rank.
-        refuse = preemption.interruptible()(output.refuse_existing)
         manager = CheckpointManager(
             root,
             rank,
@@ -182,7 +179,7 @@ class _Run:
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=open_mirror(step, folder, rank, identity, preemption),
-            before_first=(lambda: None) if step.checkpoints_remote_dir else refuse,
+            before_first=preemption.interruptible()(output.refuse_existing),
             shutdown=preemption.shutdown,
         )
         return manager.open, output

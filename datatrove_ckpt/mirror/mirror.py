@@ -6,21 +6,26 @@ unfinished documents. Then it writes the manifest, which completes the version, 
 do not need. A kill in between leaves the version before intact, and objects that nobody needs. The next process removes
 those.
 
-All of this happens in a thread of its own. A remote that fails or hangs costs warnings, but no answer and no time.
+All of this happens in a thread of its own. A remote that fails or hangs costs warnings, but no answer and no time. Only
+a rank's first output waits for its first version: a rank that the mirror does not know has published nothing, so output
+that it finds is another job's.
 
 Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first takes ownership of the
-mirror, and a process that finds a newer owner stops with ``Fenced``. It finds out at its next upload, so both may work
-for up to ``seconds``. Whichever output files they publish meanwhile are complete files of the same chunks.
+mirror, and a process that finds a newer owner stops with ``Fenced``. It looks at each upload, and before it publishes a
+chunk, which costs a listing. If the mirror does not answer, it publishes all the same: nobody can take the rank over
+there meanwhile.
 """
 
 from __future__ import annotations
 
 import datetime
 import io
+import math
 import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -33,8 +38,10 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import RUN
+from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed, TooManyOpenFiles
+from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
     Damaged,
@@ -131,9 +138,10 @@ class Uploads:
             self._ownership = Ownership(1 + max((other.number for other in ownerships), default=0), self._nonce)
         with needs_bucket(self._versions.url):
             self._versions.write_ownership(self._ownership, self._run["owner"])
-        if not versions:
+        only_first = all(version.number == 1 for version in versions)
+        if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without any version always mean damage, and never a first upload
-            # that was killed.
+            # that was killed. That of a process that was killed may be torn.
             self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
 
     def add(self, name: str, data: bytes) -> None:
@@ -167,7 +175,7 @@ class Uploads:
         """
         files = {name: list(parts) for name, parts in self._files.items()}
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
-        ownerships, versions = self._list_as_owner()  # also if nothing has changed: a fenced process must stop
+        ownerships, versions = self.list_as_owner()  # also if nothing has changed: a fenced process must stop
         if manifest == self._published:
             return False
         if self._published is None:
@@ -183,7 +191,7 @@ class Uploads:
         try:
             # Only what was listed before is removed. If nobody else has taken ownership until now, all of it is older
             # than the next owner, even if this process pauses for long between here and the removals.
-            self._list_as_owner()
+            self.list_as_owner()
             self._collect_garbage([version for version in versions if version < new], ownerships)
         except OSError as error:
             logger.warning(
@@ -205,7 +213,7 @@ class Uploads:
         own = [version.number for version in {*versions, *self._kept} if version.nonce == self._nonce]  # lists lag
         return Version(1 + max([self._number_floor, *own]), self._nonce)
 
-    def _list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
+    def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
         """Lists ownerships and versions.
 
         Raises:
@@ -242,6 +250,10 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+# How long a publication waits for a mirror to say whose it is, and how long that counts.
+_LOOK_SECONDS = 60.0
+_SEEN_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
 # The same once the rank was asked to stop: a preempted job has half a minute for everything.
@@ -276,14 +288,20 @@ class RemoteMirror:
     def __post_init__(self) -> None:
         self._interval = Interval(self.seconds, MIRROR_TUNING)
         self._stopping = False
-        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock.
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock. True:
+        # an upload is due; False: a look.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._looks: deque[threading.Event] = deque()
+        """Set once it is known that this process owns the mirror."""
+        self._seen = -math.inf
+        self._answers = True
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
         self._thread = threading.Thread(target=self._run, name="datatrove-ckpt mirror", daemon=True)
         self._uploads: Uploads | None = None
         self._failures = 0
+        self._failure = "no answer"
 
     def start(self, source: Source) -> None:
         """Starts the thread, which takes its snapshots from ``source``."""
@@ -291,16 +309,54 @@ class RemoteMirror:
         self.shutdown.call(self._hurry)
         self._thread.start()
 
+    @property
+    def _is_owned(self) -> bool:
+        """Then there is a version of the rank, too."""
+        return self._uploads is not None and self._uploads.owns_mirror
+
+    def check(self, first: bool, stopping: threading.Event) -> None:
+        """See ``Mirror``."""
+        is_owned = self._is_owned
+        if time.monotonic() < self._seen + _SEEN_SECONDS or not (is_owned or first):
+            return
+        if not is_owned:
+            if not self._wait_for_look(retrying.STORAGE.patience, stopping):
+                raise StorageFailed(
+                    f"Nothing could be uploaded to the mirror {self.url} for {duration(retrying.STORAGE.patience)} "
+                    f"({self._failure}). The rank's first output waits for that: if this node were lost, nothing would "
+                    "tell it from another job's. Every answer is saved on this node. Correct that (network, "
+                    "credentials, room), or remove the setting checkpoints_remote_dir, and run the same command again."
+                )
+        elif not self._wait_for_look(_LOOK_SECONDS, stopping):
+            if self._answers:
+                logger.warning(
+                    f"The mirror {self.url} does not say whether another process has taken this rank over. Its output "
+                    f"waits {_LOOK_SECONDS:g} s each time for an answer, and is published then all the same."
+                )
+            self._answers = False
+
+    def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
+        """Whether the mirror's thread has looked within that time, and this process owns the mirror."""
+        look = threading.Event()
+        self._looks.append(look)
+        self._wake.put(False)
+        for _ in range(math.ceil(seconds / _POLL_SECONDS)):  # by no clock, which runs on while the process is stopped
+            if look.wait(_POLL_SECONDS):
+                return True
+            if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
+                raise Stopping
+        return False
+
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
         if self.shutdown.is_stopping and not self.shutdown.aborted:
-            self._wake.put(None)
+            self._wake.put(True)
 
     def stop(self, completed: bool) -> None:
         """Uploads once more. Returns after ``STOP_SECONDS`` at the latest, and at once after a fast stop."""
         self._completed = completed
         self._stopping = True
-        self._wake.put(None)
+        self._wake.put(True)
         if not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self.shutdown.is_fast:
             limit = DRAIN_SECONDS if self.shutdown.is_requested else STOP_SECONDS
             logger.warning(
@@ -314,14 +370,44 @@ class RemoteMirror:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                wait = max(self._try_upload() * self._interval.seconds, _MIN_WAIT_SECONDS)
-                with suppress(queue.Empty):
-                    get_within(self._wake, wait)
+                self._pause(self._try_upload())
             self._try_upload()
         except BaseException as error:  # must reach the event loop: above all, that another process took over
             self._source.fail(error)
         finally:
             self._ended.put(True)
+
+    def _pause(self, intervals: int) -> None:
+        """Until the next upload is due, or hurried. A publication that waits for the first version hurries it, too."""
+        began = time.monotonic()
+        while True:
+            self._look()
+            interval = self._interval.seconds
+            if self._looks and not self._is_owned:
+                interval = min(interval, 1.0)
+            left = began + max(intervals * interval, _MIN_WAIT_SECONDS) - time.monotonic()
+            if left <= 0:
+                return
+            with suppress(queue.Empty):
+                if get_within(self._wake, min(left, _SEEN_SECONDS) if self._looks else left):
+                    return
+
+    def _look(self) -> None:
+        """Looks whose mirror this is, if a publication waits for that.
+
+        Raises:
+            Fenced: it is another process's.
+        """
+        number, now = len(self._looks), time.monotonic()
+        if number and self._uploads is not None and self._uploads.owns_mirror:
+            try:
+                self._uploads.list_as_owner()
+            except (OSError, ConfigError) as error:  # the next upload says so
+                if isinstance(error, OSError) and retrying.STORAGE.passes(error):
+                    return
+            self._seen, self._answers = now, True
+            for _ in range(number):
+                self._looks.popleft().set()
 
     def _try_upload(self) -> int:
         """Returns how many intervals to wait before the next upload."""
@@ -332,6 +418,7 @@ class RemoteMirror:
         except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
+            self._failure = failure_line(error)
             if job_launch.RANKS in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
                     f"{self.url} refuses this job's token ({retrying.library_line(error)}), and the job's disk goes "
@@ -342,7 +429,7 @@ class RemoteMirror:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."
                 logger.warning(
-                    f"Could not mirror the checkpoint to {self.url}: {failure_line(error)}. What is newer than the "
+                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is newer than the "
                     f"last version is saved on this node only{after}"
                 )
             return int(retrying.MIRROR.wait(self._failures))
@@ -365,6 +452,7 @@ class RemoteMirror:
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
                     self._raise_if_interrupted(last)
+                    self._look()
                     uploads.add(name, data)
         self._raise_if_interrupted(last)
         uploads.add_answers(snapshot)

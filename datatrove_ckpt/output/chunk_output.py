@@ -88,6 +88,8 @@ class ChunkOutput:
         """Puts the files of written chunks in place."""
         self.read_commits = read_commits
         """That of the rank's checkpoint, once it is open."""
+        self.check_owner: Callable[[], None] = lambda: None
+        """The same. Who reads a chunk's documents to their end calls it, too."""
 
     def refuse_existing(self) -> None:
         """Call it before the rank's first start.
@@ -150,6 +152,7 @@ class ChunkOutput:
             files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
         self._target.is_first = self._unpublished.exists()
         self._target.may_replace = was_restored(self.folder)
+        self._target.check_owner = self.check_owner
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)

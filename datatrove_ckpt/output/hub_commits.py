@@ -110,6 +110,8 @@ class HubUploads:
         self.folder = folder
         self.may_replace = False
         """Whether a file of a rank that is there with other content is the rank's own, too: see ``Target``."""
+        self.check_owner: Callable[[], None] = lambda: None
+        """See ``Target``."""
         self._calls = calls
         self._history = History()
         self._seen: list[str | None] = [None]
@@ -131,11 +133,11 @@ class HubUploads:
         send = self._put_in_bucket if self.folder.is_bucket else self._preupload
         if self.folder.is_bucket:  # it lists no hashes
             look_up = partial(self.folder.look_up, list(files))
-            found = self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB)
+            found = self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
             self._refuse(name for name, file in found.items() if file.size != files[name].stat().st_size)
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
         what = f"{_some(list(files))} could not be uploaded"
-        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB)
+        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
         if ignored := [file.name for file in uploaded if file.is_ignored]:
             raise OutputFailed(
                 f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
@@ -236,14 +238,25 @@ class HubUploads:
             policy = replace(policy, patience=patience_seconds)
         return self._retried(what, call, policy.patience, policy)
 
-    def _retried(self, what: str, call: Callable[[], T], at_most_seconds: float, policy: RetryPolicy) -> T:
+    def _retried(
+        self,
+        what: str,
+        call: Callable[[], T],
+        at_most_seconds: float,
+        policy: RetryPolicy,
+        sleep: Callable[[float], None] | None = None,
+    ) -> T:
         """``at_most_seconds``: for one call."""
         run = partial(self._calls.run, call, at_most_seconds)
         meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
         try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, self._calls.sleep)
+            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self._calls.sleep)
         except OSError as error:
             raise given_up(self.folder, what, error) from error
+
+    def _pause(self, seconds: float) -> None:
+        self._calls.sleep(seconds)
+        self.check_owner()
 
     def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
         """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.

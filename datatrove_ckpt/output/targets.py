@@ -70,6 +70,8 @@ class Target:
         """Nothing was published by earlier attempts: a file that is there, with other content, is another job's."""
         self.may_replace = False
         """The rank came from a mirror: a file that no commit names may be its own, made later, of other answers."""
+        self.check_owner: Callable[[], None] = lambda: None
+        """Called before a further attempt to upload. Raises Fenced: another process has taken the rank over."""
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -165,7 +167,7 @@ class RemoteTarget(Target):
             Stopping: ``stop`` was called meanwhile.
         """
         size, remote = local.stat().st_size, self._folder.resolve_paths(name)
-        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._put(local, name))
+        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._put(local, name), self._pause)
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
@@ -182,14 +184,18 @@ class RemoteTarget(Target):
     def stop(self) -> None:
         self._calls.stop()
 
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
+    def _pause(self, seconds: float) -> None:
+        self._calls.sleep(seconds)
+        self.check_owner()
+
+    def _retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
         """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
 
         Raises:
             OutputFailed: its cause is the last error.
         """
         try:
-            return self._policy.run(partial(self._calls.run, call), what, sleep=self._calls.sleep)
+            return self._policy.run(partial(self._calls.run, call), what, sleep=sleep or self._calls.sleep)
         except OSError as error:
             raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
 
@@ -304,7 +310,7 @@ class HubTarget(Target):
 
     def prepare(self) -> None:
         no_bars_in_logs()
-        self._uploads.may_replace = self.may_replace
+        self._uploads.may_replace, self._uploads.check_owner = self.may_replace, self.check_owner
 
     def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
         return self._uploads.looked("cannot be listed", call)

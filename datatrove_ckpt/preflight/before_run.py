@@ -229,11 +229,13 @@ def check_output(
     found = {}
     for runner in plan.runners:
         if (root := runner.root) is not None and runner.index not in without:
-            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here.
-            here = before and plan.is_local and runner.step.checkpoints_remote_dir is None
-            ranks = plan.local_ranks if here else ()
+            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
+            mirror = runner.step.checkpoints_remote_dir if plan.as_jobs else None
+            here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
+            ranks = plan.local_ranks if before and here else ()
             want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
-            found[root] = check_output_of_run(plan, runner.step.output_writer, root, ranks, patience_seconds, want)
+            output = plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
+            found[root] = check_output_of_run(*output)
     return found
 
 
@@ -251,6 +253,7 @@ def check_output_of_run(
     first_starts: Iterable[int] = (),
     patience_seconds: float | None = None,
     want: Want = Want.COMMITS,
+    mirror: str | None = None,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
@@ -258,6 +261,7 @@ def check_output_of_run(
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
         want: what to read of each rank, for the sums.
+        mirror: of which ``checkpoints`` is a copy; None: of none.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
@@ -284,7 +288,7 @@ def check_output_of_run(
     check.refuse_lost(committed, found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
-        if not (rank_folder(checkpoints, rank) / RUN).exists():
+        if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
             check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
@@ -297,6 +301,14 @@ def check_output_of_run(
             raise OutputMismatch(text)
     check.refuse_other_ranks(found, tasks, retired)
     return job
+
+
+def _has_started(folder: Path, mirror: str | None) -> bool:
+    if mirror is None or (folder / RUN).exists():
+        return (folder / RUN).exists()
+    from datatrove_ckpt.mirror.manifests import Versions
+
+    return bool(Versions(f"{mirror}/{folder.name}").all_versions())
 
 
 def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seconds: float | None) -> FoundFiles:

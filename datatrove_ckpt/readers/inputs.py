@@ -39,7 +39,7 @@ _NAME_BYTES = 64
 _UNEVEN = 0.01
 _SAMPLE = 2**16
 # What file systems call a value that changes with a file's content.
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation")
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation", "xet_hash")
 
 
 _Result = TypeVar("_Result")

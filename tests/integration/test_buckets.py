@@ -17,11 +17,14 @@ from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_commits import HubUploads
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
@@ -107,6 +110,9 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server:
     command("repair", "job.yaml")
     command("run", "job.yaml")
     assert len(output(job)) == 4
+    read = job.files("org/job", kind="bucket")["input/1.jsonl"]
+    job.put("org/job", {"input/1.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
+    assert "'1.jsonl' (has other content)" in command("run", "job.yaml", code=1)
 
 
 # a repository ---------------------------------------------------------------------------------------------------------
@@ -301,3 +307,18 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
         assert first != second
         assert len(second.splitlines()) == 3
+
+
+@pytest.mark.parametrize("kind", ["paths-info", "batch"])
+def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job: FakeHub, tmp_path: Path, kind: str) -> None:
+    def taken() -> None:
+        raise Fenced("Another process has taken over")
+
+    (tmp_path / "staged").write_text("content")
+    uploads = HubUploads(HubFolder.parse(f"{BUCKET}/output"), StoppableCalls())
+    uploads.check_owner = taken
+    uploads.upload({"a": tmp_path / "staged"})
+    job.fail(kind, status=409)
+    with pytest.raises(Fenced):
+        uploads.upload({"b": tmp_path / "staged"})
+    assert output(job).keys() == {"output/a"}

@@ -172,6 +172,10 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert "48 of 48 documents" in said.out
         assert "will be saved in this bucket" not in said
         assert "no problem: 4 ranks, 48 documents" in command("verify", "job.yaml", "--full")
+        there, started = written(hub), len(jobs.all)
+        Path("other.yaml").write_text(Path("job.yaml").read_text().replace("run/logs", "other/logs"))
+        assert "is a new checkpoint, which knows none of them" in command("run", "other.yaml", code=1)
+        assert (written(hub), len(jobs.all)) == (there, started), "another job, whose output this is not"
     assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
         assert KEY.encode() not in data, name

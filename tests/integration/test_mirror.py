@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     Fenced,
+    OutputMismatch,
     Preempted,
     StorageFailed,
 )
@@ -41,7 +42,7 @@ from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, rejects, runner
 from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
-from tests.patience import until
+from tests.patience import ChangePolicy, until
 
 
 @pytest.fixture
@@ -276,6 +277,9 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
     with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
         job.run(server)
     shutil.rmtree(job.folder / "remote" / "00000")
+    with pytest.raises(OutputMismatch, match=r"knows none of them.*delete these files"):
+        job.run(server)
+    shutil.rmtree(job.folder / "output")
     job.run(server)
 
 
@@ -310,13 +314,17 @@ def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
     assert answered(job.rank) == up_to("text 4 again")
 
 
-def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expected: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_of_two_nodes_at_once_the_one_that_started_first_stops(
+    job: Job, expected: dict[str, bytes], seconds: int
+) -> None:
+    """Before it publishes anything over what the other one has committed, however seldom it uploads."""
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
 
         def first_node() -> None:
             try:
-                job.run(server, mirror_seconds=0)
+                job.run(server, mirror_seconds=seconds)
             except Fenced as error:
                 failed.append(error)
 
@@ -325,11 +333,13 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job: Job, expecte
         until(lambda: sum(server.asked.values()) == 6)
         with FakeServer() as another_server:
             job.on_another_node().run(another_server)
+        committed = {path: path.stat() for path in (job.folder / "output").glob("0*")}
         server.release()
         first.join(300)
         assert "Another process has taken this rank over" in str(failed[0])
         assert "This one writes nothing more" in str(failed[0])
-    assert outputs(job.folder / "output") == expected
+    assert {path: path.stat() for path in (job.folder / "output").glob("0*")} == committed
+    assert {path.name: path.read_bytes() for path in committed} == expected
 
 
 def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job, server: FakeServer) -> None:
@@ -338,6 +348,21 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
     other.run(server)
     with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
         job.run(server)
+
+
+def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
+    job: Job, expected: dict[str, bytes], server: FakeServer
+) -> None:
+    """However often it is tried, and on whichever node: it leaves no version that would make the output its own."""
+    job.run(server)
+    other = Job(job.folder, str(job.folder / "mirror of another job"))
+    for checkpoints in ("other", "next node"):
+        other.checkpoints = job.folder / checkpoints
+        with pytest.raises(OutputMismatch, match="is a new checkpoint, which knows none of them"):
+            other.run(server, 3)
+    assert not Path(other.remote).exists()
+    assert server.asked.total() == 12
+    assert outputs(job.folder / "output") == expected
 
 
 class FailingOnce(object_store.Effects):
@@ -387,6 +412,26 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
     assert outputs(job.folder / "output") == expected
 
 
+def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
+    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.1)
+
+    def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
+        raise ConnectionError("no route to host")
+
+    with FakeServer(hold_after=3) as server:
+        running = threading.Thread(target=lambda: job.run(server))
+        running.start()
+        until(lambda: manifests(job) and server.asked.total() == 4)
+        monkeypatch.setattr(object_store.ObjectStore, "names", down)
+        server.release()
+        running.join(300)
+    assert outputs(job.folder / "output") == expected
+    assert sum("does not say whether another process has taken this rank over" in line for line in log) == 1
+
+
 class Missing(object_store.Effects):
     """A bucket that does not exist, as fsspec's file systems report it."""
 
@@ -421,22 +466,26 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(
     assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
 
 
-def test_a_folder_that_is_full_at_the_first_start_keeps_no_part_of_a_version(
-    job: Job, expected: dict[str, bytes], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_part_of_one(
+    job: Job, expected: dict[str, bytes], server: FakeServer, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
+    """Without one, the next node would take the output for another job's."""
+
     class Full(object_store.Effects):
         def put(self, fs: Any, path: str, data: bytes) -> None:
             super().put(fs, path, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
+    policy("STORAGE", patience=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "effects", Full())
         patch.setattr(mirror, "STOP_SECONDS", 0.1)
-        job.run(server, mirror_seconds=0.01)
+        with pytest.raises(StorageFailed, match=r"Nothing could be uploaded to the mirror .*No space left on device"):
+            job.run(server, mirror_seconds=0.01)
     assert not [path for path in Path(job.remote).rglob("*") if path.is_file()]
-    shutil.rmtree(job.folder / "checkpoints")
-    shutil.rmtree(job.folder / "output")
-    job.run(server, mirror_seconds=0.01)
+    assert not list((job.folder / "output").glob("0*"))
+    job.run(server)
+    assert server.asked.total() == 12
     assert outputs(job.folder / "output") == expected
 
 
@@ -453,7 +502,9 @@ def test_an_object_that_may_not_be_replaced_stays(tmp_path: Path, monkeypatch: p
     assert store.read("job.json", 9) == b"whole"
 
 
-def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(
+    job: Job, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+) -> None:
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
     asked, release, put = threading.Event(), threading.Event(), []
@@ -471,7 +522,8 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job: Job, monkey
     monkeypatch.setattr(
         mirror.RemoteMirror, "start", lambda self, source: threads.append(self._thread) or start(self, source)
     )
-    with FakeServer() as server:
+    policy("STORAGE", patience=0.2)
+    with FakeServer() as server, pytest.raises(StorageFailed, match=r"Nothing could be uploaded .*\(no answer\)"):
         job.run(server)
     assert asked.is_set()
     release.set()

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.errors import ConfigError, OutputFailed
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writers import check_writer
@@ -117,6 +117,20 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     assert advice in str(failed.value)
     assert "run the same command again" in str(failed.value)
     assert log == []
+
+
+def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
+    files: type[Breaking], folder: RemoteTarget, local: Path
+) -> None:
+    def taken() -> None:
+        raise Fenced("Another process has taken over")
+
+    folder.check_owner = taken
+    folder.upload(local, "a")
+    files.before = failing(ConnectionResetError("the network is gone, and comes back"))
+    with pytest.raises(Fenced):
+        folder.upload(local, "b")
+    assert files.store.keys() == {"/output/a"}
 
 
 def test_retrying_ends(files: type[Breaking], local: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def crash(
     return crashed
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("documents", "lost", "counted", "lag", "every"),
     [

@@ -333,8 +333,8 @@ class RemoteMirror:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's first output waits for "
             "that: if this node were lost, nothing would tell it from another job's. Every answer is saved on this "
-            "node. Correct that (network, credentials, room), or remove the setting checkpoints_remote_dir, and run the "
-            "same command again."
+            "node. Correct that (network, credentials, room), or remove the setting checkpoints_remote_dir, and run "
+            "the same command again."
         )
 
     def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
@@ -427,7 +427,8 @@ class RemoteMirror:
                     "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "
                     "started, and run the same command again."
                 ) from error
-            if self._looks and not self._is_owned and isinstance(error, OSError) and not retrying.STORAGE.passes(error):
+            is_final = isinstance(error, OSError) and not retrying.STORAGE.passes(error)
+            if is_final and self._looks and not self._is_owned:
                 raise self._without_version() from error
             if not self._given_up:
                 self._failures += 1

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -385,7 +385,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"package: {_shown(others)}. Wait for them with what they were started with, or cancel them "
                 "(--cancel), and run this again."
             )
-        return running
+        return self._followed(running)
+
+    def _followed(self, jobs: Iterable[_Job]) -> list[_Job]:
+        return [replace(job, reached=self._progress(job.ranks)) for job in jobs]
 
     def _again(
         self, job: _Job, stage: str, left: list[int], waiting: deque[tuple[list[int], int]]
@@ -457,7 +460,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         found = [job for job in self._alive() if job.id not in known]
         taken = {rank for job in found for rank in job.ranks}
         batches = [([rank for rank in ranks if rank not in taken], retries) for ranks, retries in waiting]
-        running += [job for job in found if any(rank in ranks for ranks, _ in waiting for rank in job.ranks)]
+        wanted = {rank for ranks, _ in waiting for rank in ranks}
+        running += self._followed(job for job in found if wanted & {*job.ranks})
         waiting.clear()
         waiting.extend(batch for batch in batches if batch[0])
 
@@ -498,7 +502,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             env = job.environment or {}
             ranks = [int(rank) for rank in env.get(job_launch.RANKS, "").split(",") if rank]
             launch, settings = env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, "")
-            found.append(_Job(job.id, job.url, ranks, self._progress(ranks), launch=launch, settings=settings))
+            found.append(_Job(job.id, job.url, ranks, {}, launch=launch, settings=settings))
         return found
 
     def _stage(self, job: _Job) -> str:
@@ -529,14 +533,19 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
         self.logging_dir.fs.invalidate_cache()  # jobs write there
-        found: list[int] = self.get_incomplete_ranks(ranks, skip_completed)
+        look = partial(self.get_incomplete_ranks, ranks, skip_completed)
+        found: list[int] = self._asked("The markers of tasks cannot be listed", look)
         return found
 
     def _progress(self, ranks: Sequence[int]) -> dict[int, Progress]:
         urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
-        with ThreadPoolExecutor(_THREADS) as threads:
-            sums = threads.map(lambda rank: _reached([f"{url}/{rank:05d}" for url in urls]), ranks)
-            return dict(zip(ranks, sums, strict=True))
+
+        def look() -> dict[int, Progress]:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                sums = threads.map(lambda rank: _reached([f"{url}/{rank:05d}" for url in urls]), ranks)
+                return dict(zip(ranks, sums, strict=True))
+
+        return self._asked("The mirror cannot be read", look)
 
     def _forget_markers(self, ranks: Iterable[int]) -> None:
         """Of ranks that run once more, as a retry does: an old marker would hide that they fail."""
@@ -600,7 +609,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         }.items():
             with self.logging_dir.open(name, "wb") as file:
                 file.write(data)
-        self.save_executor_as_json()
+        executor.save_executor_as_json()
 
 
 def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:

@@ -293,7 +293,7 @@ class RemoteMirror:
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
         self._seen = -math.inf
-        self._answers = True
+        self._answers, self._waived_until = True, -math.inf
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
@@ -316,7 +316,7 @@ class RemoteMirror:
     def check(self, first: bool, stopping: threading.Event) -> None:
         """See ``Mirror``."""
         is_owned = self._is_owned
-        if time.monotonic() < self._seen + _SEEN_SECONDS or not (is_owned or first):
+        if time.monotonic() < max(self._seen + _SEEN_SECONDS, self._waived_until) or not (is_owned or first):
             return
         if not is_owned:
             if not self._wait_for_look(retrying.STORAGE.patience, stopping):
@@ -325,9 +325,10 @@ class RemoteMirror:
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this rank over. Its output "
-                    f"waits {_LOOK_SECONDS:g} s each time for an answer, and is published then all the same."
+                    f"waits {_LOOK_SECONDS:g} s of two minutes for an answer, and is published then all the same."
                 )
             self._answers = False
+            self._waived_until = time.monotonic() + _LOOK_SECONDS
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(

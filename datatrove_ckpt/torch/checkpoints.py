@@ -30,6 +30,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -40,10 +41,11 @@ import torch
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
+from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
 
@@ -76,7 +78,6 @@ class TrainingCheckpoints:
     Attributes:
         epoch: the epoch with which the loop goes on, after a step was restored.
         metrics: those of the restored step.
-        failure: why the latest save is not on the disk, or not in the remote; None: it is.
 
     Raises:
         ConfigError: an argument is not allowed.
@@ -120,7 +121,8 @@ class TrainingCheckpoints:
         if self._is_owner:
             self._steps.clean()
         self.epoch, self.metrics = 0, dict[str, float]()
-        self.failure: Exception | None = None
+        self._not_saved: Exception | None = None
+        self._not_copied: Exception | None = None
         self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
         self._snapshot, self._manifests = _Snapshot(), dict[StepName, Manifest]()
         self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
@@ -128,6 +130,11 @@ class TrainingCheckpoints:
         self._look_at, self._looked = 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the latest save is not on the disk, or not in the remote; None: it is."""
+        return self._not_saved or self._not_copied
 
     # the block ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +149,8 @@ class TrainingCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close(raises=error is None)
+            if self._preemption is None or not self._preemption.shutdown.is_fast:
+                self.close(raises=error is None)
         finally:
             preemption, self._preemption = self._preemption, None
             assert preemption is not None
@@ -156,8 +164,8 @@ class TrainingCheckpoints:
         """
         self._writing.join()
         self._uploading.join()
-        if self._ranks.rank == 0 and self._steps.store is not None and self._manifests:
-            self._upload()  # what was saved while another copy was under way, or once more
+        if self._copies and self._manifests:
+            self._upload()  # once more, if the last copy failed
         if raises and self.failure is not None:
             raise self.failure
 
@@ -183,7 +191,8 @@ class TrainingCheckpoints:
         if stops:
             self.save(step, **what)
             self.close(raises=False)
-            logger.warning(f"Step {step} is saved: the training stops.")
+            self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
+            logger.warning(f"The training stops after step {step}{', which is saved' * (self.failure is None)}.")
             assert self._preemption is not None
             self._preemption.shutdown.request("another rank")
             self._preemption.shutdown.raise_preempted()
@@ -255,13 +264,17 @@ class TrainingCheckpoints:
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
         numbers = {key: float(value) for key, value in (metrics or {}).items()}
-        if self._is_owner:
-            if self._asynchronous:
-                contents = self._snapshot.take(contents)
-            self._pause = time.monotonic() - began
-            self._writing.start(self._write, name, contents, numbers, self._pause)
-        self._pause = time.monotonic() - began
-        self._saved_at = time.monotonic()
+        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        if not self._is_owner:
+            self._not_saved = None
+            return
+        try:
+            contents = self._snapshot.take(contents) if self._asynchronous else contents
+        except Exception as error:  # no room in memory
+            self._failed(name, error)
+            return
+        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        self._writing.start(self._write, name, contents, numbers, self._pause)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
@@ -277,7 +290,7 @@ class TrainingCheckpoints:
         return False
 
     def _failed(self, name: StepName, error: Exception) -> None:
-        self.failure = error
+        self._not_saved = error
         logger.error(f"{name} is not saved: {error} The training goes on; the last complete step is kept.")
         if self._is_owner:
             with suppress(Exception):
@@ -296,18 +309,18 @@ class TrainingCheckpoints:
             size = sum(size for size, _ in manifest["files"].values())
             seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
             self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
-            self.failure = None
+            self._not_saved = None
             if self._only_plain and not self._is_plain:
                 self._steps.check_plain(name)
                 self._is_plain = True
             self._remove_old()
         except ConfigError as error:
-            self.failure = error
+            self._not_saved = error
             logger.error(str(error))
         except Exception as error:
             self._failed(name, error)
             return
-        if self._ranks.rank == 0 and self._steps.store is not None and not self._uploading.is_running:
+        if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
 
     def _remove_old(self) -> None:
@@ -326,27 +339,36 @@ class TrainingCheckpoints:
         known = [name for name in found if isinstance(found[name], float) and math.isfinite(found[name])]
         return sorted(known, key=lambda name: (self._sign * found[name], name))
 
+    @property
+    def _copies(self) -> bool:
+        return self._ranks.rank == 0 and self._steps.store is not None
+
     def _upload(self) -> None:
-        """Copies the newest step to the remote, and removes what need not stay there."""
-        name = max(self._manifests)
-        if self._copied == name and self._is_copied:
-            return
-        try:
-            self._copied, self._is_copied = name, False
-            self._steps.upload(name)
-            self._is_copied = True
-            there, incomplete = dict[StepName, Manifest](), set[StepName]()
-            for one in self._steps.remote_names():
-                try:
-                    there[one] = self._steps.remote_manifest(one)
-                except CheckpointCorrupt:
-                    incomplete.add(one)
-            for one in incomplete | there.keys() - self._kept(there):
-                self._steps.remove_remote(one)
-        except Exception as error:
-            assert self._steps.store is not None
-            self.failure = error
-            logger.error(f"{name} is not copied to {self._steps.store.url}: {error} The next save tries again.")
+        """Copies the newest step to the remote, and removes what need not stay there, until there is no newer one."""
+        assert self._steps.store is not None
+        while (name := max(self._manifests)) != self._copied or not self._is_copied:
+            try:
+                self._copied, self._is_copied = name, False
+                self._steps.upload(name)
+                self._is_copied, self._not_copied = True, None
+            except Exception as error:
+                self._not_copied = error
+                logger.error(f"{name} is not copied to {self._steps.store.url}: {error} The next save tries again.")
+                return
+            try:
+                self._remove_old_copies()
+            except Exception as error:
+                logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
+
+    def _remove_old_copies(self) -> None:
+        there, incomplete = dict[StepName, Manifest](), set[StepName]()
+        for one in self._steps.remote_names():
+            try:
+                there[one] = self._steps.remote_manifest(one)
+            except CheckpointCorrupt:
+                incomplete.add(one)
+        for one in incomplete | there.keys() - self._kept(there):
+            self._steps.remove_remote(one)
 
     # restore ------------------------------------------------------------------------------------------------------
 
@@ -374,7 +396,7 @@ class TrainingCheckpoints:
         if chosen is None:
             return None
         name, passed = chosen
-        self._rollbacks = name.rollbacks
+        self._rollbacks, self._look_at = name.rollbacks, 0
         self._load(name, reader, states)
         if loader is not None:
             self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
@@ -397,7 +419,10 @@ class TrainingCheckpoints:
             names = self._ranks.gather(names)[0]
         passed: list[str] = []
         for name in reversed(names):
-            damage = [each for each in self._ranks.gather(self._damage(name) if self._is_owner else None) if each]
+            found = self._ranks.gather(self._damage(name) if self._is_owner else None)
+            for failed in (each for each in found if isinstance(each, Exception)):
+                raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
+            damage = [each for each in found if each]
             if not damage:
                 return name, passed
             passed.append(f"{name}: {damage[0]}")
@@ -422,8 +447,11 @@ class TrainingCheckpoints:
             logger.warning(f"The remote is not looked at: {error}")
             return names
 
-    def _damage(self, name: StepName) -> str | None:
-        """Why this folder's copy of the step cannot be used, after it was fetched from the remote if it is not here."""
+    def _damage(self, name: StepName) -> str | Exception | None:
+        """Why this folder's copy of the step cannot be used, after it was fetched from the remote if it is not here.
+
+        An exception: whether it can is not known.
+        """
         try:
             try:
                 self._steps.check(name)
@@ -431,12 +459,14 @@ class TrainingCheckpoints:
                 if self._steps.store is None:
                     raise
                 try:
-                    self._steps.fetch(name)
+                    READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
                 except CheckpointCorrupt as error:
                     raise CheckpointCorrupt(f"{damaged} {error}") from error
             self._manifests[name] = self._steps.manifest(name)
-        except Exception as error:
+        except CheckpointCorrupt as error:
             return str(error)
+        except Exception as error:
+            return error
         return None
 
     def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
@@ -511,10 +541,13 @@ class TrainingCheckpoints:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
         own = loader.state_dict() if loader is not None and skip_input else None
         inputs = self._ranks.gather(own)
-        self._rollbacks += 1
+        self._rollbacks, self._look_at = self._rollbacks + 1, 0
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
+            self._uploading.join()
             self._copy(old, new, inputs if own is not None else None)
+            if self._copies:
+                self._uploading.start(self._upload)
         self._ranks.gather(None)
         self._note("rolled back", new, to=old.step, skipped_input=skip_input)
         self._saved_at = time.monotonic()
@@ -586,12 +619,13 @@ class _Snapshot:
         self._old: dict[str, torch.Tensor] = {}
         self._new: dict[str, torch.Tensor] = {}
         self._same: dict[object, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
 
     def take(self, value: Any) -> Any:
         self._old, self._new, self._same = self._new, {}, {}
         copied = self._copy(value, "")
-        if any(each.is_pinned() for each in self._new.values()):
-            torch.cuda.synchronize()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         self._same.clear()
         return copied
 
@@ -616,7 +650,9 @@ class _Snapshot:
         buffer = self._old.pop(key, None)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._new[key] = self._same[same] = buffer.copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            self._devices.add(tensor.device)
+        self._new[key] = self._same[same] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         return buffer
 
 
@@ -624,7 +660,7 @@ def _random_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -638,7 +674,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, device)
     if "numpy" in state:
         import numpy as np
 

@@ -68,7 +68,10 @@ class Steps:
     def clean(self) -> None:
         """Removes what a process left that has ended."""
         for path in self.folder.iterdir():
-            if path.name.startswith((".saving-", ".old-")):
+            step = self.folder / path.name.removeprefix(".old-")
+            if step != path and not step.exists():  # it was to be replaced
+                files.disk.rename(path, step)
+            elif path.name.startswith((".saving-", ".old-")):
                 files.disk.remove_tree(path)
 
     # write --------------------------------------------------------------------------------------------------------
@@ -84,11 +87,14 @@ class Steps:
     def abandon(self, name: StepName) -> None:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
-    def finish(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float]) -> Manifest:
+    def finish(
+        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], at: float | None = None
+    ) -> Manifest:
         """Writes what is not written yet, and makes the step complete.
 
         Args:
             contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
+            at: when it was saved; None: now.
         """
         staging, entries = self.folder / f".saving-{name}", dict[str, list[Any]]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
@@ -96,23 +102,29 @@ class Steps:
             files.disk.sync(path)
         for file, content in contents.items():
             entries[file] = _write(staging / file, content)
-        manifest = {"format": _FORMAT, "step": name.step, "rollbacks": name.rollbacks, "at": time.time()}
+        manifest = {"format": _FORMAT, "step": name.step, "rollbacks": name.rollbacks, "at": at or time.time()}
         manifest |= {"metrics": metrics, "files": entries}
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
-        self.remove(name)
+        old = self._set_aside(name)
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
+        files.disk.remove_tree(old)
         return manifest
 
     def remove(self, name: StepName) -> None:
         """Removes a step, complete or damaged. A missing one is fine."""
+        path = self.folder / str(name) / _MANIFEST
+        files.disk.remove(path)  # what is set aside without it comes back as no complete step
+        files.disk.remove_tree(self._set_aside(name))
+
+    def _set_aside(self, name: StepName) -> Path:
         old = self.folder / f".old-{name}"
         files.disk.remove_tree(old)
         if (self.folder / str(name)).exists():
             files.disk.rename(self.folder / str(name), old)
-            files.disk.remove_tree(old)
+        return old
 
     def note(self, **record: object) -> None:
         """Adds a line to the history."""
@@ -170,6 +182,12 @@ class Steps:
     def upload(self, name: StepName) -> None:
         """Copies a complete step to the remote."""
         assert self.store is not None
+        try:
+            if self.remote_manifest(name) == self.manifest(name):
+                return
+            self.store.remove(f"{name}/{_MANIFEST}")
+        except CheckpointCorrupt:
+            pass
         for file in self.manifest(name)["files"]:
             self.store.put_file(f"{name}/{file}", self.folder / str(name) / file)
         self.store.put(f"{name}/{_MANIFEST}", (self.folder / str(name) / _MANIFEST).read_bytes())
@@ -192,12 +210,17 @@ class Steps:
         """
         assert self.store is not None
         manifest, staging = self.remote_manifest(name), self.begin(name)
-        for file, entry in manifest["files"].items():
-            files.disk.make_dirs((staging / file).parent)
-            if _write(staging / file, self.store.get_file(f"{name}/{file}")) != entry:
-                self.abandon(name)
-                raise CheckpointCorrupt(f"{self.store.url}/{name}/{file} has not the bytes it was saved with.")
-        self.finish(name, {}, manifest["metrics"])
+        try:
+            for file, entry in manifest["files"].items():
+                files.disk.make_dirs((staging / file).parent)
+                if _write(staging / file, self.store.get_file(f"{name}/{file}")) != entry:
+                    raise CheckpointCorrupt(f"{self.store.url}/{name}/{file} has not the bytes it was saved with.")
+        except Exception as error:
+            self.abandon(name)
+            if isinstance(error, FileNotFoundError):
+                raise CheckpointCorrupt(f"{self.store.url}/{name} lacks a file: {error}.") from error
+            raise
+        self.finish(name, {}, manifest["metrics"], manifest["at"])
 
     def remove_remote(self, name: StepName) -> None:
         """Removes a step, or what there is of one."""

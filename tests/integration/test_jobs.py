@@ -238,6 +238,8 @@ except KeyboardInterrupt:
 def test_cancel_of_a_script_and_of_a_run_without_jobs(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("__main__", "__mp_main__"):  # which the command replaces by the script
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     base = f"hf://buckets/{BUCKET}"
     Path("job.py").write_text(
@@ -387,7 +389,7 @@ def test_what_another_coordinator_has_started_is_waited_for(
     monkeypatch.setattr(executor, "_alive", lambda: [theirs])
     running, waiting = list[_Job](), deque([([0, 1], 0), ([2], 1), ([3], 0)])
     executor._adopt(running, waiting)
-    assert running == [theirs]
+    assert [job.id for job in running] == ["theirs"]
     assert [*waiting] == [([0], 0), ([3], 0)]
     with pytest.raises(CheckpointMismatch, match="with other settings, rollout code or package: url"):
         executor._running()

@@ -31,7 +31,7 @@ ROOMS = {
     "inference.servers": "errors redaction retrying config process inference.client",
     "output": "errors formatting redaction retrying checkpoint",
     "readers": "errors redaction retrying checkpoint",
-    "torch": "errors formatting process checkpoint mirror readers",
+    "torch": "errors formatting retrying process checkpoint mirror readers",
     "generation": "errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",

@@ -62,7 +62,7 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
         sys.path.append(str(tmp_path / folder))
     for module in ("own_work", "own_path", "own_installed"):
         importlib.import_module(module)
-    assert names() == {"own_work.py"}
+    assert names() == {"own_work.py"}, (Path.cwd(), sys.modules["own_work"].__spec__)
     monkeypatch.chdir(tmp_path / "venv/site-packages")
     assert names() == set()
 

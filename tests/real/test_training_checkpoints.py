@@ -148,6 +148,20 @@ def test_a_crash_at_every_effect_changes_no_loss(
     assert {crash.split()[0] for crash in crashes} >= {"write", "sync"}
 
 
+def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram: Path) -> None:
+    folder, number, model = ram / "run", 0, nn.Linear(2, 2)
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        checkpoints(folder).save(4, model=model)
+        with crash_at(number, folder) as disk:
+            checkpoints(folder).save(4, model=model)
+        assert checkpoints(folder).restore_latest(model=model) == 4, disk.crashed_at
+        if disk.crashed_at is None:
+            break
+        number += 1
+    assert number > 20
+
+
 def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
 
@@ -401,6 +415,37 @@ def test_a_remote_that_refuses_is_named(
     assert "step-00000004 is not copied to" in log[0]
     assert "not allowed" in log[0]
     assert checkpoints(tmp_path / "run").restore_latest() == 8
+
+
+def test_a_copy_that_fails_once_is_no_failure(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    put, failures = object_store.Effects.put_file, [OSError("away")]
+
+    def fails_once(self: Any, fs: Any, path: str, file: Path) -> None:
+        if failures:
+            raise failures.pop()
+        put(self, fs, path, file)
+
+    monkeypatch.setattr(object_store.Effects, "put_file", fails_once)
+    with checkpoints(tmp_path / "run", remote=str(tmp_path / "remote"), asynchronous=True) as saved:
+        Training(documents).run(saved, 4)
+    assert "step-00000004 is not copied to" in log[0]
+    assert {path.parent.name for path in Path(tmp_path, "remote").glob("*/manifest.json")} == {"step-00000004"}
+
+
+def test_an_unreachable_remote_is_no_damage(documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = str(tmp_path / "remote")
+    trained(documents, tmp_path / "run", remote=remote)
+    shutil.rmtree(tmp_path / "run")
+
+    def away(self: Any, name: str) -> Iterator[bytes]:
+        raise PermissionError("away")
+
+    monkeypatch.setattr(object_store.ObjectStore, "get_file", away)
+    with pytest.raises(StorageFailed, match=r"step-00000024 cannot be read: PermissionError: away"):
+        checkpoints(tmp_path / "run", remote=remote).restore_latest()
+    assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
 def test_auto_chooses_an_interval_from_the_pauses(

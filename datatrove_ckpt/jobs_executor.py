@@ -68,6 +68,7 @@ _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
 _MOST_SHOWN = 5
+_CANCELED = "canceled"  # a file in logging_dir
 _LOOKS = 4  # for the markers of a job that has completed
 _ALL_RANKS, _THIS_RANK = 2, 3  # codes of ``code_of_rank``
 
@@ -275,6 +276,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             self._forget_markers(ranks)
             with naming_hub("logging_dir"):
                 self._upload()
+        self._began = time.time()
         batches = [ranks[at : at + self.tasks_per_job] for at in range(0, len(ranks), self.tasks_per_job)]
         with _sigterm_interrupts():
             try:
@@ -298,6 +300,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from huggingface_hub import cancel_job
 
+        with self.logging_dir.open(_CANCELED, "w") as file:  # between two jobs there is none to cancel
+            file.write(str(time.time()))
         jobs, left, why = self._alive(), [], ""
         for job in jobs:
             try:
@@ -406,6 +410,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             for ranks, _ in waiting:
                 yield _Job("", "not started", ranks, {}), f"after that of {job.id}"
             waiting.clear()
+        elif retries > self.max_retries and any({*left} & {*one.ranks} for one in self._alive()):
+            waiting.append((left, retries))  # another coordinator has started them
+            return
         elif retries > self.max_retries:
             why = f"{plural(retries, 'start')} in turn without progress"
         elif hopeless:
@@ -437,6 +444,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """Starts jobs as long as they may; what another coordinator has started meanwhile is waited for instead."""
         if waiting and (self.workers == -1 or len(running) < self.workers):
             self._adopt(running, waiting)
+            if waiting and self._is_canceled():
+                raise CkptError(
+                    f"This run was canceled (--cancel). {plural(len(running), 'job')} of it may still end: "
+                    f"{_shown(running)}. Run the same command again to resume."
+                )
         while waiting and (self.workers == -1 or len(running) < self.workers):
             ranks, retries = waiting[0]
             try:
@@ -454,6 +466,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
                 return  # if only the answer was lost, the job is found in the list
             waiting.popleft()
+
+    def _is_canceled(self) -> bool:
+        """Whether ``cancel`` was called since this run's start."""
+        try:
+            with self.logging_dir.open(_CANCELED, "r") as file:
+                return float(file.read()) > self._began
+        except (OSError, ValueError):  # there is none
+            return False
 
     def _adopt(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
         known = {job.id for job in running}

@@ -395,6 +395,21 @@ def test_what_another_coordinator_has_started_is_waited_for(
         executor._running()
 
 
+def test_a_cancellation_between_two_jobs_starts_no_other(
+    hub: FakeHub, jobs: Jobs, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = an_executor(hub, here)
+    executor._began = time.time()
+    monkeypatch.setattr(executor, "_submit", lambda ranks, retries: _Job("1", "url", ranks, {}))
+    running, waiting = list[_Job](), deque([([0, 1], 0)])
+    assert executor.cancel() == 0
+    with pytest.raises(CkptError, match=r"This run was canceled \(--cancel\)"):
+        executor._fill(running, waiting)
+    executor._began = time.time()  # the same command again
+    executor._fill(running, waiting)
+    assert [job.ranks for job in running] == [[0, 1]]
+
+
 def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
     hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

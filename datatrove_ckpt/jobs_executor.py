@@ -300,7 +300,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from huggingface_hub import cancel_job
 
-        with self.logging_dir.open(_CANCELED, "w") as file:  # between two jobs there is none to cancel
+        # Between two jobs there is none to cancel.
+        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
             file.write(str(time.time()))
         jobs, left, why = self._alive(), [], ""
         for job in jobs:

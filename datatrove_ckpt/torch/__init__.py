@@ -1,4 +1,4 @@
-"""Readers as torch datasets whose position can be saved and restored.
+"""Readers as torch datasets whose position can be saved and restored; whole checkpoints of a training.
 
     dataset.py    ReaderDataset, restore(); start reading here
     order.py      which row stands at which position of an epoch; which worker reads which positions
@@ -10,9 +10,12 @@
     seals.py      checksums of states, and files that hold them
     packing.py    Pack: rows of tokens as samples of one length
     mixing.py     Mix: several sources, drawn by weight
-    checkpoints.py  TrainingCheckpoints: all states of a training, saved together; steps.py: the folders;
-                  ranks.py: what ranks tell each other
     stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
+
+    checkpoints.py  TrainingCheckpoints: all states of a training, saved together
+    steps.py        the folders of saved steps
+    snapshot.py     what a save copies while the training waits
+    ranks.py        what ranks tell each other
 
 What needs torch is imported at its first use, so that the rest can be imported and tested without it.
 """

@@ -21,13 +21,10 @@ the signal would have ended the process.
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
-import random
-import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -47,6 +44,7 @@ from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
 
 Writer = Callable[[Path], object]
@@ -124,9 +122,10 @@ class TrainingCheckpoints:
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
         self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
-        self._snapshot, self._manifests = _Snapshot(), dict[StepName, Manifest]()
+        self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
         self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
+        self._has_looked = False
         self._look_at, self._looked = 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
@@ -243,7 +242,8 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own.
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; or the
+                folder holds steps, and nothing was restored.
         """
         began = time.monotonic()
         for key, state in [*states.items(), ("loader", loader)]:
@@ -252,9 +252,10 @@ class TrainingCheckpoints:
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
         self._writing.join()
+        self._refuse_other_steps()
         name = StepName(self._rollbacks, step)
         staging = self._steps.folder / f".saving-{name}"
-        own = _random_state(), None if loader is None else loader.state_dict()
+        own = random_state(), None if loader is None else loader.state_dict()
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -275,6 +276,18 @@ class TrainingCheckpoints:
             return
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
         self._writing.start(self._write, name, contents, numbers, self._pause)
+
+    def _refuse_other_steps(self) -> None:
+        """At the first save: a later restart would take the newest step of another training for this one's."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        found = [name for names in self._ranks.gather(self._steps.names() if self._is_owner else []) for name in names]
+        if found:
+            raise ConfigError(
+                f"{self._steps.folder} holds {max(found)} of an earlier training. Call restore_latest() to go on with "
+                "it, or choose another folder."
+            )
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
@@ -412,6 +425,7 @@ class TrainingCheckpoints:
     def _choose(self, is_wanted: Callable[[StepName], bool], best: bool = False) -> tuple[StepName, list[str]] | None:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
+        self._has_looked = True
         here = self._names() if self._is_owner else []
         names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
         if best:
@@ -481,7 +495,7 @@ class TrainingCheckpoints:
         self.metrics = self._steps.manifest(name)["metrics"]
         generators = self._steps.load(name, _RANDOM, self._only_plain)
         if len(generators) == self._ranks.size:
-            _set_random_state(generators[self._ranks.rank])
+            set_random_state(generators[self._ranks.rank])
         else:
             logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
 
@@ -610,74 +624,3 @@ class _Task:
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-
-
-class _Snapshot:
-    """Copies in the host's memory. The buffers of the one before are used again, so only one is in use at a time."""
-
-    def __init__(self) -> None:
-        self._old: dict[str, torch.Tensor] = {}
-        self._new: dict[str, torch.Tensor] = {}
-        self._same: dict[object, torch.Tensor] = {}
-        self._devices: set[torch.device] = set()
-
-    def take(self, value: Any) -> Any:
-        self._old, self._new, self._same = self._new, {}, {}
-        copied = self._copy(value, "")
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        self._same.clear()
-        return copied
-
-    def _copy(self, value: Any, key: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value.detach(), key)
-        if type(value) in (dict, OrderedDict):
-            items = type(value)((name, self._copy(each, f"{key}/{name}")) for name, each in value.items())
-            if hasattr(value, "_metadata"):  # of a module's state
-                items._metadata = copy.deepcopy(value._metadata)
-            return items
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(each, f"{key}/{number}") for number, each in enumerate(value))
-        return copy.deepcopy(value)
-
-    def _copy_tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-            return copy.deepcopy(tensor).cpu()
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # tied weights
-        if tensor.numel() and same in self._same:
-            return self._same[same]
-        buffer = self._old.pop(key, None)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        if tensor.is_cuda:
-            self._devices.add(tensor.device)
-        self._new[key] = self._same[same] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        return buffer
-
-
-def _random_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        name, keys, *others = np.random.get_state(legacy=True)
-        state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *others]
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(each, device)
-    if "numpy" in state:
-        import numpy as np
-
-        name, keys, *others = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype("uint32"), *others))

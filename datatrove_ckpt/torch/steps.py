@@ -5,7 +5,7 @@
       input.pt         states of all ranks' loaders; random.pt: of their random generators
       states/model.pt  a state that ``save`` was given
       writer/          what the caller's writer made
-    .saving-NAME       not complete; .old-NAME: to be removed. The next start removes both
+    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced) go. The next start removes them
     history.jsonl      what was saved, restored, rolled back
 
 In the remote the same without staging: the manifest is written last, and removed first.
@@ -68,10 +68,10 @@ class Steps:
     def clean(self) -> None:
         """Removes what a process left that has ended."""
         for path in self.folder.iterdir():
-            step = self.folder / path.name.removeprefix(".old-")
-            if step != path and not step.exists():  # it was to be replaced
-                files.disk.rename(path, step)
-            elif path.name.startswith((".saving-", ".old-")):
+            replaced = self.folder / path.name.removeprefix(".old-")
+            if replaced != path and not replaced.exists():  # the new one never took its place
+                files.disk.rename(path, replaced)
+            elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
 
     # write --------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Steps:
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
-        old = self._set_aside(name)
+        old = self._set_aside(name, "old")
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
@@ -115,16 +115,14 @@ class Steps:
 
     def remove(self, name: StepName) -> None:
         """Removes a step, complete or damaged. A missing one is fine."""
-        path = self.folder / str(name) / _MANIFEST
-        files.disk.remove(path)  # what is set aside without it comes back as no complete step
-        files.disk.remove_tree(self._set_aside(name))
+        files.disk.remove_tree(self._set_aside(name, "removed"))
 
-    def _set_aside(self, name: StepName) -> Path:
-        old = self.folder / f".old-{name}"
-        files.disk.remove_tree(old)
+    def _set_aside(self, name: StepName, why: str) -> Path:
+        aside = self.folder / f".{why}-{name}"
+        files.disk.remove_tree(aside)
         if (self.folder / str(name)).exists():
-            files.disk.rename(self.folder / str(name), old)
-        return old
+            files.disk.rename(self.folder / str(name), aside)
+        return aside
 
     def note(self, **record: object) -> None:
         """Adds a line to the history."""

@@ -154,12 +154,39 @@ def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram: 
         shutil.rmtree(folder, ignore_errors=True)
         checkpoints(folder).save(4, model=model)
         with crash_at(number, folder) as disk:
-            checkpoints(folder).save(4, model=model)
+            saved = checkpoints(folder)
+            saved.restore_latest()
+            saved.save(4, model=model)
         assert checkpoints(folder).restore_latest(model=model) == 4, disk.crashed_at
         if disk.crashed_at is None:
             break
         number += 1
     assert number > 20
+
+
+def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path) -> None:
+    folder, number, model = ram / "run", 0, nn.Linear(2, 2)
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        saved = checkpoints(folder, keep_last=1, keep_best=0)
+        saved.save(1, model=model)
+        with crash_at(number, folder) as disk:
+            saved.save(2, model=model)
+        again = checkpoints(folder, keep_last=1, keep_best=0)
+        assert again.restore_latest(model=model) in (1, 2), disk.crashed_at
+        again.save(3, model=model)
+        left = {path.name for path in folder.iterdir()} - {"history.jsonl"}
+        assert left == {"step-00000003"}, disk.crashed_at
+        if disk.crashed_at is None:
+            break
+        number += 1
+    assert number > 20
+
+
+def test_another_trainings_steps_are_not_mixed_with_new_ones(documents: str, tmp_path: Path) -> None:
+    trained(documents, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"run holds step-00000024 of an earlier training\. Call restore_latest\(\)"):
+        checkpoints(tmp_path / "run").save(1, **Training(documents).states)
 
 
 def flipped(data: bytes, place: int) -> bytes:

@@ -306,6 +306,7 @@ class BlockInput:
         names: the files, in the reader's order.
         sequential: the numbers of the files of which a block costs reading all earlier ones: of these, read blocks in
             order. These are compressed JSONL files, and Arrow streams with dictionaries.
+        gives_dicts: whether the rows of a block are a list, and no table.
         gives_views: whether the rows of a block are a part of more memory: of a mapped file, or of a record batch.
 
     Raises:
@@ -325,7 +326,7 @@ class BlockInput:
         self._size = 4
         self._index = self._index_files()
         self.sequential = frozenset(number for number, file in enumerate(self._index) if file.sequential)
-        self.gives_views = isinstance(reader, IpcReader)
+        self.gives_dicts, self.gives_views = isinstance(reader, JsonlReader), isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))
 

@@ -264,7 +264,7 @@ def _check(then: State, slot: Slot, index: int, count: int) -> None:
         )
 
 
-_CHUNK_BYTES, _CHUNK_ROWS = 2**21, 8192
+_CHUNK_BYTES, _CHUNK_ROWS = 2**22, 8192
 """The most that becomes Python objects together."""
 
 

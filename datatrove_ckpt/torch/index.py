@@ -13,10 +13,9 @@ from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
-from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows
+from datatrove_ckpt.torch.samples import Batches, Parts, in_order, json_row, owned, table_rows
 
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
@@ -85,18 +84,25 @@ class _Loaded:
     number: int
     window: OpenWindow
     rows: Batches | list[dict[str, Any] | None]
+    moved: Numbers
 
-    def take(self, rows: Numbers) -> Any:
-        """The rows with these numbers in the window, in this order: a table or a list."""
-        places = self.window.order[rows]
-        return [self.rows[place] for place in places] if isinstance(self.rows, list) else self.rows.take(places)
+    def take(self, rows: Numbers) -> Parts:
+        """The rows with these numbers in the window."""
+        piece, places = self._find(rows)
+        places = places + self.moved[piece]
+        if isinstance(self.rows, list):
+            return iter([(np.arange(len(rows)), [self.rows[place] for place in places.tolist()])])
+        return self.rows.take(places)
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """For each of these rows, its block, and its number in the block."""
-        places, pieces = self.window.order[rows], self.window.pieces
-        ends = np.cumsum(pieces.rows)
-        piece = np.searchsorted(ends, places, side="right")
-        return pieces.block[piece], pieces.start[piece] + places - (ends - pieces.rows)[piece]
+        (piece, places), pieces = self._find(rows), self.window.pieces
+        return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
+
+    def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
+        """The pieces of these rows, and their numbers over all pieces."""
+        places = self.window.order[rows]
+        return np.searchsorted(np.cumsum(self.window.pieces.rows), places, side="right"), places
 
 
 class RowSource:
@@ -110,11 +116,9 @@ class RowSource:
         """The rows with these numbers in their shares."""
         found: list[Row | None] = [None] * len(shares)
         table, names = self._index.table, self._index.blocks.names
-        for places, loaded, numbers in self._windows(shares, rows):
-            block, in_block = loaded.origins(numbers)
+        for places, part, (block, in_block) in self._parts(shares, rows, origins=True):
             files, lines = table.file[block].tolist(), (table.first[block] + in_block).tolist()
-            taken = loaded.take(numbers)
-            data = taken if isinstance(taken, list) else taken.to_pylist()
+            data = part if isinstance(part, list) else part.to_pylist()
             for place, one, file, line in zip(places.tolist(), data, files, lines, strict=True):
                 found[place] = Row(one, names[file], line)
         return [row for row in found if row is not None]
@@ -122,62 +126,59 @@ class RowSource:
     def samples(self, shares: Numbers, rows: Numbers) -> list[dict[str, Any] | None]:
         """The same as plain dicts, without their origin. Lists of numbers are arrays. None: a damaged line."""
         found: list[dict[str, Any] | None] = [None] * len(shares)
-        for places, loaded, numbers in self._windows(shares, rows):
-            taken = loaded.take(numbers)
+        for places, part, _ in self._parts(shares, rows):
             made: list[dict[str, Any] | None]
-            made = [row and json_row(row) for row in taken] if isinstance(taken, list) else [*table_rows(taken)]
-            if len(made) == len(found):
-                return made
+            made = [row and json_row(row) for row in part] if isinstance(part, list) else [*table_rows(part)]
             for place, sample in zip(places.tolist(), made, strict=True):
                 found[place] = sample
         return found
 
     def table(self, shares: Numbers, rows: Numbers) -> Any:
         """The same as one table; of JSONL a list of dicts."""
-        import pyarrow as pa
-
-        parts = [(places, loaded.take(numbers)) for places, loaded, numbers in self._windows(shares, rows)]
-        if isinstance(parts[0][1], list):
+        if self._index.blocks.gives_dicts:
             return self.samples(shares, rows)
-        joined = pa.concat_tables([part for _, part in parts], promote_options="permissive").combine_chunks()
-        return joined if len(parts) == 1 else take_rows(joined, np.argsort(np.concatenate([p for p, _ in parts])))
+        return in_order([(places, part) for places, part, _ in self._parts(shares, rows)])
 
-    def _windows(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, _Loaded, Numbers]]:
-        """Which of the rows each window has, the window, and their numbers in it."""
-        for share in np.unique(shares):
+    def _parts(self, shares: Numbers, rows: Numbers, origins: bool = False) -> Iterator[tuple[Numbers, Any, Any]]:
+        """Some of the rows: which these are, a table or list of them, and where they come from."""
+        for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
             for number in dict.fromkeys(windows.tolist()):
                 places = mine[windows == number]
-                loaded = self._loaded(int(share), number)
-                yield places, loaded, rows[places] - loaded.window.first
+                self._load(share, number)
+                numbers = rows[places] - self._open[share].window.first
+                for some, part in self._open[share].take(numbers):
+                    yield places[some], part, self._open[share].origins(numbers[some]) if origins else None
 
-    def _loaded(self, share: int, number: int) -> _Loaded:
-        found = self._open.get(share)
-        if found is None or found.number != number:
+    def _load(self, share: int, number: int) -> None:
+        if share not in self._open or self._open[share].number != number:
             self._open.pop(share, None)  # its memory is free before the next window is read
             window = self._order.shares[share].window(number)
-            found = self._open[share] = _Loaded(number, window, self._read(window))
-        return found
+            read = np.argsort(window.pieces.block, kind="stable")
+            # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
+            parts, is_list = self._read(window, read), self._index.blocks.gives_dicts
+            loaded = [row for part in parts for row in part] if is_list else Batches(parts, window.shuffled)
+            count = window.pieces.rows
+            moved = np.empty_like(count)
+            moved[read] = np.cumsum(count[read]) - count[read]
+            self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
 
-    def _read(self, window: OpenWindow) -> Batches | list[dict[str, Any] | None]:
+    def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Any]:
         blocks, pieces = self._index.blocks, window.pieces
-        parts: list[Any] = [None] * len(pieces.block)
-        is_copied = blocks.gives_views and window.shuffled
         last = -1
-        # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
-        for place in np.argsort(pieces.block, kind="stable").tolist():
-            start, count = int(pieces.start[place]), int(pieces.rows[place])
-            block = blocks[int(pieces.block[place])]
-            if window.shuffled and last not in (-1, block.file):
+        for place in read.tolist():
+            file = blocks[int(pieces.block[place])].file
+            if window.shuffled and last not in (-1, file):
                 blocks.let_go(last)
-            last = block.file
-            rows = blocks.read(block, self._columns)
-            part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
-            parts[place] = owned(part) if is_copied else part
+            last = file
+            yield self._piece(window, place)  # not a name, which would hold it while the next one is read
         if window.shuffled:
             blocks.let_go(last)
-        if isinstance(parts[0], list):
-            return [row for part in parts for row in part]
-        # The window's order is made where rows are taken, so that a resume waits for the rows of one batch only.
-        return Batches(parts)
+
+    def _piece(self, window: OpenWindow, place: int) -> Any:
+        blocks, pieces = self._index.blocks, window.pieces
+        start, count = int(pieces.start[place]), int(pieces.rows[place])
+        rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
+        part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
+        return owned(part) if blocks.gives_views and window.shuffled else part

@@ -9,45 +9,34 @@ integers that no int64 holds, or that are beside a float, and round them. Else t
 
 Arrays are copies, because torch warns of arrays that cannot be written, and because a view keeps a whole block alive.
 
-Rows taken out of the batches in which they were read, which are never joined to one table.
+Rows are taken out of the few batches to which those of a window are joined while they are read.
 
-A window of a shuffled epoch has rows of many batches. pyarrow takes rows of several chunks from a copy of all of them,
-each time, and a copy made once would need twice the window's memory for a moment. So rows are taken batch by batch.
+pyarrow takes rows of several chunks from a copy of all of them, each time, and a copy made once would need twice the
+window's memory for a moment. So rows are joined part by part, and taken batch by batch.
 
-pyarrow takes the numbers of lists one by one, by an index of each. Token rows are copied as a whole here: of one length
-in a tenth of the time.
+pyarrow takes the numbers of lists one by one, by an index of each. Bytes it takes as a whole, so here the numbers of a
+list are bytes: a token row costs a tenth of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from datatrove_ckpt.readers.positions import Row
-from datatrove_ckpt.readers.tables import Numbers, take_rows, take_values
+from datatrove_ckpt.readers.tables import Numbers, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
+_JOINED = 2**23
+"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each batch."""
+_RELEASED = 6
+"""After so many joins the allocator gives back what it keeps. More often, its pages would cost more than the rows."""
 
-
-_SMALL, _JOINED = 2**19, 2**23
-"""Batches of fewer bytes than the first number are joined, up to the second: each costs some microseconds a take."""
-
-
-class _Part(NamedTuple):
-    """Those of the rows that one batch has.
-
-    Attributes:
-        batch: its number.
-        rows: their numbers in it.
-        places: which of the rows these are.
-    """
-
-    batch: int
-    rows: Numbers
-    places: Numbers
+Parts: TypeAlias = "Iterator[tuple[Numbers, Any]]"
+"""Rows in parts: which of the rows these are, and a table or a list of them."""
 
 
 class Batches:
@@ -55,39 +44,49 @@ class Batches:
 
     Args:
         tables: of the same columns. Types may differ as far as pyarrow can unify them.
+        joined: to few batches, of which rows are taken in any order.
     """
 
-    def __init__(self, tables: Sequence[pa.Table]) -> None:
-        import pyarrow as pa
+    def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
+        if joined:
+            tables = _joined(tables)
+        self._batches = [
+            (batch.schema, _as_bytes(batch) if joined else batch) for one in tables for batch in one.to_batches()
+        ]
+        self._ends = np.cumsum([batch.num_rows for _, batch in self._batches], dtype=np.int64)
 
-        table = pa.concat_tables(tables, promote_options="permissive")
-        joined = _join_small(table.to_batches())
-        self._table = pa.Table.from_batches(joined, table.schema)
-        self._ends = np.cumsum([batch.num_rows for batch in joined], dtype=np.int64)
-        numbers = range(table.num_columns if joined else 0)
-        self._columns = [_column([batch.column(number) for batch in joined]) for number in numbers]
+    def take(self, rows: Numbers) -> Parts:
+        """The rows with these numbers. A stretch of rows is no copy."""
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(numbers, kind="stable")
+        counts = np.bincount(numbers)
+        split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
+        for number, places in zip(np.flatnonzero(counts).tolist(), split, strict=True):
+            schema, batch = self._batches[number]
+            mine = rows[places] - (int(self._ends[number]) - batch.num_rows)
+            first = int(mine[0])
+            if bool((mine == np.arange(first, first + len(mine))).all()):
+                yield places, _of_bytes(batch.slice(first, len(mine)), schema)
+            else:
+                yield places, _taken(batch, mine, schema)
 
-    def take(self, rows: Numbers) -> pa.Table:
-        """The rows with these numbers, in their order. A stretch of rows is no copy."""
-        import pyarrow as pa
 
-        first = int(rows[0]) if len(rows) else 0
-        if bool((rows == np.arange(first, first + len(rows))).all()):
-            return self._table.slice(first, len(rows))
-        parts = self._parts(rows)
-        return pa.table([take(parts, len(rows)) for take in self._columns], schema=self._table.schema)
+def in_order(parts: Sequence[tuple[Numbers, Any]]) -> pa.Table:
+    """The rows of all parts as one table, of one chunk."""
+    import pyarrow as pa
 
-    def _parts(self, rows: Numbers) -> list[_Part]:
-        if len(self._ends) == 1:
-            return [_Part(0, rows, np.arange(len(rows)))]
-        batch = np.searchsorted(self._ends, rows, side="right")
-        order = np.argsort(batch, kind="stable")
-        counts = np.bincount(batch, minlength=len(self._ends))
-        found = np.flatnonzero(counts)
-        split = np.split(order, np.cumsum(counts[found])[:-1])
-        starts = [int(self._ends[number - 1]) if number else 0 for number in found]
-        numbered = zip(found.tolist(), starts, split, strict=True)
-        return [_Part(number, rows[places] - start, places) for number, start, places in numbered]
+    places = np.concatenate([places for places, _ in parts])
+    table = pa.concat_tables([part for _, part in parts], promote_options="permissive").combine_chunks()
+    if bool((places == np.arange(len(places))).all()):
+        return table
+    batch, *others = table.to_batches()  # there are others if 2 GB of texts are too many for one chunk
+    return (
+        take_rows(table, np.argsort(places)) if others else _taken(_as_bytes(batch), np.argsort(places), batch.schema)
+    )
+
+
+def _taken(batch: Any, rows: Numbers, schema: Any) -> pa.Table:
+    return _of_bytes(take_rows(batch, rows), schema)
 
 
 def owned(table: pa.Table) -> pa.Table:
@@ -100,99 +99,59 @@ def owned(table: pa.Table) -> pa.Table:
     return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
 
 
-_Take: TypeAlias = Callable[[list[_Part], int], Any]
-"""Takes rows, so many, out of a column."""
-
-
-def _column(chunks: list[Any]) -> _Take:
-    if lists := _lists(chunks):
-        flat, offsets = zip(*lists, strict=True)
-        length, *others = {_length(ends) for ends in offsets}
-        if length and not others:
-            return _take_even([numbers.reshape(-1, length) for numbers in flat], chunks[0].type)
-        return _take_uneven(flat, offsets, chunks[0].type)
-    return _take_any(chunks)
-
-
-def _take_any(chunks: list[Any]) -> _Take:
+def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     import pyarrow as pa
 
-    def take(parts: list[_Part], count: int) -> Any:
-        taken = [take_values(chunks[batch], rows) for batch, rows, _ in parts]
-        if len(taken) == 1:
-            return taken[0]
-        back = np.empty(count, dtype=np.int64)
-        back[np.concatenate([part.places for part in parts])] = np.arange(count)
-        return take_values(pa.chunked_array(taken).combine_chunks(), back)
-
-    return take
-
-
-def _take_even(lists: Sequence[Any], kind: Any) -> _Take:
-    length = lists[0].shape[1]
-
-    def take(parts: list[_Part], count: int) -> Any:
-        taken = np.empty((count, length), dtype=lists[0].dtype)
-        for batch, rows, places in parts:
-            taken[places] = lists[batch][rows]
-        return _made(np.arange(0, count * length + 1, length), taken.reshape(-1), kind)
-
-    return take
+    group: list[pa.Table] = []
+    count = 0
+    for table in tables:
+        group.append(table)
+        del table  # it is not held while the next one is read
+        if sum(one.nbytes for one in group) >= _JOINED:
+            joined = owned(pa.concat_tables(group, promote_options="permissive"))
+            group, count = [], count + 1
+            if count % _RELEASED == 0:
+                pa.default_memory_pool().release_unused()
+            yield joined
+    if group:
+        yield owned(pa.concat_tables(group, promote_options="permissive"))
 
 
-def _take_uneven(flat: Sequence[Any], offsets: Sequence[Any], kind: Any) -> _Take:
-    def take(parts: list[_Part], count: int) -> Any:
-        source = np.empty(count, dtype=np.int64)
-        starts, ends = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-        for batch, rows, places in parts:
-            source[places], starts[places], ends[places] = batch, offsets[batch][rows], offsets[batch][rows + 1]
-        chosen = zip(source.tolist(), starts.tolist(), ends.tolist(), strict=True)
-        taken = np.concatenate([flat[batch][start:end] for batch, start, end in chosen])
-        return _made(np.concatenate([[0], np.cumsum(ends - starts)]), taken, kind)
-
-    return take
-
-
-def _made(ends: Numbers, taken: Any, kind: Any) -> Any:
+def _as_bytes(batch: Any) -> Any:
+    """Lists of numbers become bytes, without a copy."""
     import pyarrow as pa
     import pyarrow.types as types
 
-    large = types.is_large_list(kind)
-    offsets = pa.array(ends, pa.int64() if large else pa.int32())
-    made = pa.LargeListArray if large else pa.ListArray
-    return made.from_arrays(offsets, pa.array(taken, kind.value_type), type=kind)
+    def column(chunk: Any) -> Any:
+        kind = chunk.type
+        if not (types.is_list(kind) or types.is_large_list(kind)) or not _is_number(types, kind.value_type):
+            return chunk
+        if not len(chunk) or chunk.null_count or chunk.values.null_count or not chunk.values.buffers()[1]:
+            return chunk
+        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (kind.value_type.bit_width // 8)
+        buffers = [None, pa.py_buffer(ends), chunk.values.buffers()[1]]
+        return pa.Array.from_buffers(pa.large_binary(), len(chunk), buffers)
+
+    return pa.RecordBatch.from_arrays([*map(column, batch.columns)], names=batch.schema.names)
 
 
-def _lists(chunks: list[Any]) -> list[tuple[Any, Any]]:
-    """For each chunk, the numbers of its lists, and where each list begins. Empty: these are no lists of numbers."""
+def _of_bytes(batch: Any, schema: Any) -> pa.Table:
+    """The opposite of ``_as_bytes``."""
+    import pyarrow as pa
     import pyarrow.types as types
 
-    found = [] if types.is_fixed_size_list(chunks[0].type) else [numbers_of_lists(types, chunk) for chunk in chunks]
-    flat = [one for one in found if one is not None]
-    if len(flat) < len(chunks):
-        return []
-    return [(numbers, np.concatenate([[0], np.cumsum(lengths)])) for numbers, lengths in flat]
+    def column(chunk: Any, kind: Any) -> Any:
+        if chunk.type == kind:
+            return chunk
+        _, ends, numbers = chunk.buffers()
+        width = kind.value_type.bit_width // 8
+        found = np.frombuffer(ends, np.int64, len(chunk) + 1, 8 * chunk.offset) // width
+        values = pa.Array.from_buffers(kind.value_type, int(found[-1]), [None, numbers])
+        made = found if types.is_large_list(kind) else found.astype(np.int32)
+        return pa.Array.from_buffers(kind, len(chunk), [None, pa.py_buffer(made)], children=[values])
 
-
-def _length(offsets: Any) -> int:
-    """Of all lists. 0: they differ, or are empty."""
-    lengths = np.diff(offsets)
-    return int(lengths[0]) if len(lengths) and bool((lengths == lengths[0]).all()) else 0
-
-
-def _join_small(batches: Sequence[Any]) -> list[Any]:
-    import pyarrow as pa
-
-    groups: list[list[Any]] = []
-    size = _JOINED + 1  # of the last group; one large batch fills it
-    for batch in batches:
-        own = batch.nbytes
-        if own >= _SMALL or size + own > _JOINED:
-            groups.append([])
-            size = 0
-        groups[-1].append(batch)
-        size += own if own < _SMALL else _JOINED + 1
-    return [batch for group in groups for batch in pa.Table.from_batches(group).combine_chunks().to_batches()]
+    columns = [column(chunk, kind) for chunk, kind in zip(batch.columns, schema.types, strict=True)]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 Arrays: TypeAlias = dict[str, Any]

@@ -1,0 +1,245 @@
+"""Input of a training loop: ``python -m tests.bench.training_input [--rows 100000] [--rounds 3]``.
+
+The same Parquet files (token rows of many lengths, texts, labels) read in batches by each way, in turn, each time in a
+process of its own. CPU is that of the second epoch, with system time; memory is the peak above that of the imports and
+the opened input. A resume is exact if a new process with the saved state gives the rest of the rows. Libraries that are
+not installed are left out: ``pip install grain mosaicml-streaming``.
+
+Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read files of their own, made before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.bench.measure import ROOT, interleaved
+from tests.bench.systems import cpu_seconds, highest_memory
+from tests.bench.tables import markdown, parser
+
+COLUMNS = ["input_ids", "text", "label"]
+FILES, BATCH, STOP, WINDOW = 8, 512, 70, 65_000
+"""``WINDOW``: rows as many as 128 MB hold, for those that count rows."""
+
+
+def make(folder: Path, rows: int, mosaic: bool) -> None:
+    random = np.random.default_rng(0)
+    words = ["".join(map(chr, random.integers(97, 123, size))) for size in random.integers(2, 11, 20_000)]
+    (folder / "parquet").mkdir()
+    for number in range(FILES):
+        count = rows // FILES
+        lengths = np.minimum(2048, random.lognormal(5.2, 0.8, count).astype(np.int32) + 1)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = (random.zipf(1.2, ends[-1]) % 50_000).astype(np.int32)
+        texts = [" ".join(words[word] for word in row) for row in random.zipf(1.3, (count, 100)) % 20_000]
+        columns = [pa.ListArray.from_arrays(ends, ids), pa.array(texts), pa.array(random.integers(0, 10, count))]
+        pq.write_table(pa.table(columns, COLUMNS), folder / f"parquet/{number}.parquet", row_group_size=10_000)
+    if mosaic:
+        from streaming import MDSWriter
+
+        columns = {"input_ids": "ndarray:int32", "text": "str", "label": "int"}
+        with MDSWriter(out=str(folder / "mosaic"), columns=columns) as writer:
+            for row in pq.read_table(folder / "parquet").to_pylist():
+                writer.write(row | {"input_ids": np.array(row["input_ids"], np.int32)})
+
+
+class Ours:
+    def __init__(self, folder: Path, shuffled: bool, arrays: bool) -> None:
+        from datatrove_ckpt.readers import ParquetReader
+        from datatrove_ckpt.torch import ReaderDataset
+
+        reader, seed = ParquetReader(str(folder / "parquet")), 1 if shuffled else None
+        self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH, arrays=arrays)
+        self.arrays, self.state, self.load = arrays, self.input.state_dict, self.input.load_state_dict
+
+    def epoch(self, number: int) -> Iterator[Any]:
+        self.input.set_epoch(number)
+        return iter(self.input) if self.arrays else batched(iter(self.input))
+
+
+class HuggingFace:
+    def __init__(self, folder: Path, shuffled: bool, kind: str | None, streaming: bool) -> None:
+        import datasets
+
+        files, cache = str(folder / "parquet/*.parquet"), str(folder / "cache")
+        self.input: Any
+        self.input = datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache
+        )
+        if shuffled:
+            self.input = self.input.shuffle(seed=1, **({"buffer_size": WINDOW} if streaming else {}))
+        self.input = self.input.with_format(kind) if kind else self.input
+        if streaming:
+            self.state, self.load = self.input.state_dict, self.input.load_state_dict
+
+    def epoch(self, number: int) -> Iterator[Any]:
+        if hasattr(self, "state"):
+            self.input.set_epoch(number)
+        return iter(self.input.iter(BATCH))
+
+
+class Raw:
+    def __init__(self, folder: Path, shuffled: bool) -> None:
+        self.files = sorted((folder / "parquet").iterdir())
+        if shuffled:
+            raise NotImplementedError
+
+    def epoch(self, _: int) -> Iterator[Any]:
+        for path in self.files:
+            for batch in pq.ParquetFile(path).iter_batches(BATCH):
+                ids, texts, labels = batch.columns
+                ends = ids.offsets.to_numpy()
+                rows = np.split(ids.values.to_numpy()[ends[0] : ends[-1]].copy(), ends[1:-1] - ends[0])
+                texts = texts.to_numpy(zero_copy_only=False).tolist()
+                yield dict(zip(COLUMNS, (rows, texts, labels.to_numpy().copy()), strict=True))
+
+
+class Grain:
+    def __init__(self, folder: Path, shuffled: bool) -> None:
+        from grain.experimental import ParquetIterDataset, WindowShuffleIterDataset
+
+        made: Any = ParquetIterDataset(sorted(map(str, (folder / "parquet").iterdir())))
+        self.input = WindowShuffleIterDataset(made, window_size=WINDOW, seed=1) if shuffled else made
+
+    def epoch(self, _: int) -> Iterator[Any]:
+        self.rows = iter(self.input)
+        if hasattr(self, "then"):
+            self.rows.set_state(self.then)
+        return batched(self.rows)
+
+    def state(self) -> Any:
+        return self.rows.get_state()
+
+    def load(self, state: Any) -> None:
+        self.then = state
+
+
+class Mosaic:
+    def __init__(self, folder: Path, shuffled: bool) -> None:
+        from streaming import StreamingDataset
+
+        options = {"shuffle": shuffled, "shuffle_block_size": WINDOW, "batch_size": BATCH}
+        self.input = StreamingDataset(local=str(folder / "mosaic"), **options)
+
+    def epoch(self, _: int) -> Iterator[Any]:
+        self.given = 0
+        for batch in batched(iter(self.input)):
+            self.given += len(batch["label"])
+            yield batch
+
+    def state(self) -> Any:
+        return self.input.state_dict(self.given, from_beginning=False)
+
+    def load(self, state: Any) -> None:
+        self.input.load_state_dict(state)
+
+
+def batched(rows: Iterator[Any]) -> Iterator[Any]:
+    while taken := [*itertools.islice(rows, BATCH)]:
+        yield {name: [row[name] for row in taken] for name in COLUMNS}
+
+
+WAYS: dict[str, Callable[[Path, bool], Any]] = {
+    "`arrays`": partial(Ours, arrays=True),
+    "`columns`": partial(Ours, arrays=False),
+    "raw pyarrow": Raw,
+    "`datasets`, `iter(batch)`": partial(HuggingFace, kind=None, streaming=True),
+    "the same, numpy": partial(HuggingFace, kind="numpy", streaming=True),
+    "the same, arrow: no arrays": partial(HuggingFace, kind="arrow", streaming=True),
+    "`datasets`, map-style, numpy": partial(HuggingFace, kind="numpy", streaming=False),
+    "grain": Grain,
+    "MosaicML": Mosaic,
+}
+NEEDS = {"grain": "grain", "MosaicML": "streaming"}
+
+
+def digest(batches: Iterable[Any]) -> str:
+    found = hashlib.blake2b()
+    for batch in batches:
+        for ids, text in zip(batch["input_ids"], batch["text"], strict=True):
+            found.update(f"{len(ids)} {ids[-1]} {text}".encode())
+    return found.hexdigest()
+
+
+def child(way: str, folder: str, shuffled: str, task: str) -> None:
+    made, saved = WAYS[way](Path(folder), shuffled == "True"), Path(folder, "state")
+    if task == "measure":
+        import pandas  # noqa: F401 (pyarrow imports it with the first array)
+
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before = highest_memory()
+        rows = sum(len(batch["label"]) for batch in made.epoch(0))
+        began, again = cpu_seconds(), sum(len(batch["label"]) for batch in made.epoch(1))
+        print(
+            json.dumps({"us": (cpu_seconds() - began) / again * 1e6, "mib": highest_memory() - before, "rows": rows}),
+            flush=True,
+        )
+    elif not hasattr(made, "state"):
+        print(json.dumps("none"), flush=True)
+    elif task == "stop":
+        batches = made.epoch(0)
+        for _ in range(STOP):
+            next(batches)
+        saved.write_bytes(pickle.dumps(made.state()))
+        print(json.dumps(digest(batches)), flush=True)
+    else:
+        made.load(pickle.loads(saved.read_bytes()))
+        print(json.dumps(digest(made.epoch(0))), flush=True)
+    os._exit(0)  # as by a kill: nothing is cleaned up
+
+
+def run(way: str, folder: Path, shuffled: bool, task: str) -> Any:
+    command = [sys.executable, "-m", "tests.bench.training_input", way, str(folder), str(shuffled), task]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "DATATROVE_CKPT_CACHE": ""}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode and "NotImplementedError" not in process.stderr:
+        print(f"{way}, shuffled {shuffled}, {task}: {process.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    return json.loads(process.stdout.splitlines()[-1]) if process.stdout.strip() and not process.returncode else None
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=200_000)
+    options.add_argument("--rounds", type=int, default=3)
+    given = options.parse_args()
+    ways = [way for way in WAYS if way not in NEEDS or importlib.util.find_spec(NEEDS[way])]
+    for way in WAYS.keys() - ways:
+        print(f"{way} is left out: pip install {'mosaicml-streaming' if way == 'MosaicML' else way}")
+    rows: dict[str, list[Any]] = {way: [way] for way in ways}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, given.rows, "MosaicML" in ways)
+        for shuffled in (False, True):
+            found = interleaved(ways, given.rounds, lambda way, s=shuffled: run(way, folder, s, "measure"))
+            for way in ways:
+                stop, rest = (run(way, folder, shuffled, task) for task in ("stop", "resume"))
+                exact = (
+                    None if None in (stop, rest) else "no state" if stop == "none" else "yes" if stop == rest else "no"
+                )
+                numbers = [one for one in found[way] if one]
+                rows[way] += [
+                    statistics.median(one[key] for one in numbers) if numbers else None for key in ("us", "mib")
+                ]
+                rows[way].append(exact)
+    header = ["", *(f"{what}{how}" for how in ("", ", shuffled") for what in ("us per row", "MiB", "resume exact"))]
+    print(markdown(header, rows.values()))
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:]) if len(sys.argv) == 5 and not sys.argv[1].startswith("-") else main()

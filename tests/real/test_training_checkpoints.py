@@ -610,14 +610,21 @@ def ranks() -> Ranks:
     return Ranks(free_port)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kills", "steps", "width"),
+    [
+        (4, 100, "64"),
+        pytest.param(50, 1000, "64", marks=pytest.mark.full),
+        pytest.param(50, 200, "1024", marks=pytest.mark.full),
+    ],
+)
 def test_killed_at_random_instants_two_ranks_see_the_same_losses(
-    documents: str, tmp_path: Path, ranks: Ranks, kills: int
+    documents: str, tmp_path: Path, ranks: Ranks, kills: int, steps: int, width: str
 ) -> None:
-    ranks.run(2, documents, tmp_path / "undisturbed", 60)
+    ranks.run(2, documents, tmp_path / "undisturbed", steps, WIDTH=width)
     run, dice = tmp_path / "run", random.Random(kills)
     for _ in range(kills):
-        processes = ranks.start(2, documents, run, 60, SLEEP="0.02", EVERY="2")
+        processes = ranks.start(2, documents, run, steps, SLEEP="0.02", EVERY="2", WIDTH=width)
         before = len(losses_of(run)) if Path(run, "losses-0.jsonl").exists() else 0
         until(lambda before=before: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > before)
         time.sleep(dice.random() * 0.3)
@@ -625,9 +632,8 @@ def test_killed_at_random_instants_two_ranks_see_the_same_losses(
             process.kill()
         for process in processes:
             process.join()
-        if len(losses_of(run)) == 60:
-            break
-    ranks.run(2, documents, run, 60)
+    assert len(losses_of(run)) < steps
+    ranks.run(2, documents, run, steps, WIDTH=width)
     for rank in range(2):
         assert losses_of(run, rank) == losses_of(tmp_path / "undisturbed", rank)
 

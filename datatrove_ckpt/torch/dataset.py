@@ -384,8 +384,9 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     if isinstance(dataset, ReaderDataset) and (dataset._index is None or not any(found)):
         return _restore_own(loader, loaded)
     merged = merge_all([one for those in found for one in those])
-    epoch, finished = int(merged["epoch"]), [bool(state.get("_iterator_finished")) for state in loaded]
-    if merged.get("ended") or merged.get("finished") or all(finished):
+    finished = [bool(state.get("_iterator_finished")) for state in loaded]
+    epoch = int(merged["epoch"])
+    if next_epoch(merged, finished) > epoch:
         return epoch + 1
     dataset.check_state(merged)
     if hasattr(loader, "load_state_dict") and not any(finished):
@@ -398,6 +399,16 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     check_snapshots(loaded)
     dataset.load_state_dict(merged)
     return epoch
+
+
+def next_epoch(merged: State, finished: Iterable[bool]) -> int:
+    """The epoch with which the loop of epochs goes on.
+
+    Args:
+        merged: the state of all workers.
+        finished: of each loader, whether it had come to its end.
+    """
+    return int(merged["epoch"]) + bool(merged.get("ended") or merged.get("finished") or all(finished))
 
 
 def _restore_own(loader: Any, states: list[Any]) -> int:

@@ -67,7 +67,7 @@ class Steps:
         self.folder = folder
         self.training = ""
         """Tells the steps of one training from those of another. Steps of before there were such names have none."""
-        self._unlock: weakref.finalize[[], Any] | None = None
+        self._unlock: weakref.finalize[[bool], Any] | None = None
         self.store = None if remote is None else ObjectStore(remote)
 
     def make(self) -> None:
@@ -85,7 +85,7 @@ class Steps:
             CheckpointLocked: another process writes to the folder.
         """
         if not self.is_locked:
-            self._unlock = weakref.finalize(self, files.Lock(self.folder / ".lock").release, remove=True)
+            self._unlock = weakref.finalize(self, files.Lock(self.folder / ".lock").release, True)
             self._clean()
 
     def unlock(self) -> None:

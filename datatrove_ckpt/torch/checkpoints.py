@@ -44,9 +44,7 @@ from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.retrying import READING, failure_line
-from datatrove_ckpt.torch.merging import is_ours, merge_all
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.seals import find_states
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
 
@@ -288,7 +286,7 @@ class TrainingCheckpoints:
         self._last_step = step
         name = StepName(self._rollbacks, step)
         staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), None if loader is None else loader.state_dict()
+        own = random_state(), _input_state(loader)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -566,19 +564,19 @@ class TrainingCheckpoints:
             logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
 
     def _load_input(self, loader: Any, found: list[Any]) -> None:
-        from datatrove_ckpt.torch.dataset import ReaderDataset, next_epoch, restore
+        from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
-        if all(state is None for state in found):
+        if None in found:
             raise ConfigError("The step was saved without a loader.")
+        epochs, states = [each["epoch"] for each in found], [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
-            self.epoch = restore(loader, found)
+            self.epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
-            own = found[self._ranks.rank]
-            if states := list(find_states(own, is_ours)):  # of a dataset of ours in a wrapper, as Accelerate makes one
-                merged = merge_all(states)
-                self.epoch = next_epoch(merged, [bool(own.get("_iterator_finished"))])
-            if not states or self.epoch == merged["epoch"]:  # else the next epoch begins
+            own = states[self._ranks.rank]
+            ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            self.epoch = (epochs[0] or 0) + ended
+            if not ended:
                 loader.load_state_dict(own)
         else:
             raise ConfigError(
@@ -627,7 +625,7 @@ class TrainingCheckpoints:
         self._load(old, reader, states)
         if loader is not None and not skip_input:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
-        own = loader.state_dict() if loader is not None and skip_input else None
+        own = _input_state(loader) if skip_input else None
         inputs = self._ranks.gather(own)
         self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step
         new = StepName(self._rollbacks, old.step)
@@ -651,6 +649,12 @@ class TrainingCheckpoints:
         for name in [name for name in self._steps.names() if name.rollbacks < new.rollbacks and name.step > new.step]:
             self._steps.remove(name)
             self._manifests.pop(name, None)
+
+
+def _input_state(loader: Any) -> dict[str, Any] | None:
+    from datatrove_ckpt.torch.dataset import epoch_of
+
+    return None if loader is None else {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:

@@ -384,9 +384,8 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     if isinstance(dataset, ReaderDataset) and (dataset._index is None or not any(found)):
         return _restore_own(loader, loaded)
     merged = merge_all([one for those in found for one in those])
-    finished = [bool(state.get("_iterator_finished")) for state in loaded]
-    epoch = int(merged["epoch"])
-    if next_epoch(merged, finished) > epoch:
+    epoch, finished = int(merged["epoch"]), [bool(state.get("_iterator_finished")) for state in loaded]
+    if merged.get("ended") or merged.get("finished") or all(finished):
         return epoch + 1
     dataset.check_state(merged)
     if hasattr(loader, "load_state_dict") and not any(finished):
@@ -401,14 +400,12 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     return epoch
 
 
-def next_epoch(merged: State, finished: Iterable[bool]) -> int:
-    """The epoch with which the loop of epochs goes on.
-
-    Args:
-        merged: the state of all workers.
-        finished: of each loader, whether it had come to its end.
-    """
-    return int(merged["epoch"]) + bool(merged.get("ended") or merged.get("finished") or all(finished))
+def epoch_of(loader: Any) -> int | None:
+    """The epoch of a loader's dataset, if that is one of ours, perhaps in a wrapper such as Accelerate's."""
+    while (loader := getattr(loader, "dataset", None)) is not None:
+        if isinstance(loader, ReaderDataset | StatefulWrapper):
+            return loader._shared.epoch
+    return None
 
 
 def _restore_own(loader: Any, states: list[Any]) -> int:

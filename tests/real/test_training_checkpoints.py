@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,9 +255,8 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypa
 class Wrapped:
     """A loader as Accelerate makes one for several processes: its dataset is not ours."""
 
-    dataset = None
-
     def __init__(self, loader: Any) -> None:
+        self.dataset = SimpleNamespace(dataset=loader.dataset)
         self.state_dict, self.load_state_dict, self.base_dataloader = loader.state_dict, loader.load_state_dict, loader
 
     def __iter__(self) -> Iterator[Any]:

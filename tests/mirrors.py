@@ -22,7 +22,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.errors import ServerUnavailable
+from datatrove_ckpt.errors import OutputMismatch, ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
@@ -112,6 +112,24 @@ class Job:
 
     def lose_the_node(self) -> None:
         shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+
+def refuse_the_second(folder: Path, remotes: tuple[str, str], **settings: Any) -> None:
+    """Two jobs start into one empty folder. Checks that the one that is killed first and starts on another node stops.
+
+    All answers of the other one say "first".
+    """
+    one, two = (Job(folder, remote) for remote in remotes)
+    two.checkpoints = folder / "second"
+    two.run_until("text 1", **settings)
+    with FakeServer(answer=lambda path, text: f"first {text}") as server:
+        one.run(server, **settings)
+    two.lose_the_node()
+    for _ in range(2):  # the refusal leaves nothing that would allow it
+        with FakeServer(answer=lambda path, text: f"second {text}") as server:
+            with pytest.raises(OutputMismatch):
+                two.run(server, **settings)
+            assert not server.asked
 
 
 def up_to(question: str, number: int = 6) -> Counter[str]:

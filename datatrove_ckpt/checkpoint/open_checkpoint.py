@@ -34,6 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
     HISTORY,
     KEPT_ANSWERS,
     LOCK,
+    PUBLISHES,
     STAGING,
     check_files,
     is_finished,
@@ -92,6 +93,7 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files, lambda: self.on_change())
         self._placement = settings.placement
         self._mirror = settings.mirror
+        self._before_publishing = settings.before_publishing
         publish = settings.write_chunk, self._placement, rank_files.fence, self._may_publish
         self._publisher = Publisher(*publish, self._commit, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
@@ -277,7 +279,14 @@ class OpenCheckpoint:
 
     def _may_publish(self, stopping: threading.Event) -> None:
         if self._mirror is not None:
-            self._mirror.check(not self._files.log.commits, stopping)
+            self._mirror.check(None if self._files.log.commits else self._mark, stopping)
+
+    def _mark(self) -> None:
+        mark = self._folder / PUBLISHES
+        if not mark.exists():
+            self._before_publishing()
+            files.disk.write_new(mark, [])
+            files.disk.sync_dir(self._folder)
 
     def _commit(self, chunk: Chunk) -> None:
         self._storage.call(partial(self._files.commit, chunk))
@@ -306,7 +315,8 @@ class CheckpointManager:
         keep_answers: write the answers of committed documents to a file, instead of deleting them.
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
-        before_first: called before the rank's very first start; an error of it refuses the rank.
+        before_first: called before a start of a rank that has published nothing; an error of it refuses the rank.
+        before_publishing: with a mirror, called in another thread before the rank's first file is published; likewise.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
@@ -322,6 +332,7 @@ class CheckpointManager:
     accept_changes: bool = False
     mirror: Mirror | None = None
     before_first: Callable[[], None] = lambda: None
+    before_publishing: Callable[[], None] = lambda: None
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     @property
@@ -355,7 +366,8 @@ class CheckpointManager:
             claim = RunClaim(folder, self.identity, self.accept_changes, reshards)
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)
-            if claim.is_first:
+            unpublished = self.mirror is not None and not (scanned and scanned[0]) and not (folder / PUBLISHES).exists()
+            if claim.is_first or unpublished:
                 self.before_first()
             joined = nullcontext() if is_retry else join_job(self.root, self.rank, self.identity, self.accept_changes)
             with joined:

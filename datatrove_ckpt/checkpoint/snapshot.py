@@ -52,11 +52,12 @@ class Mirror(Protocol):
     def start(self, source: Source) -> None:
         """Called once the rank is open."""
 
-    def check(self, first: bool, stopping: threading.Event) -> None:
+    def check(self, first: Callable[[], None] | None, stopping: threading.Event) -> None:
         """Called before output is published, in any thread: returns once it may be.
 
         Args:
-            first: nothing is committed yet, so output may appear only if the copy shows that the rank has started.
+            first: given if nothing is committed yet: then output may appear only once the copy says that the rank
+                publishes. Called before that, as soon as the rank is known to be this process's.
             stopping: set: nobody waits any more.
 
         Raises:

@@ -180,6 +180,7 @@ class _Run:
             accept_changes=step.accept_changes,
             mirror=open_mirror(step, folder, rank, identity, preemption),
             before_first=preemption.interruptible()(output.refuse_existing),
+            before_publishing=output.refuse_existing,
             shutdown=preemption.shutdown,
         )
         return manager.open, output

@@ -77,6 +77,8 @@ def upload_rank(url: str, folder: Path) -> None:
                 while data := file.read(MAX_OBJECT_BYTES):
                     uploads.add(name, data)
         uploads.add_answers(snapshot)
+        if (folder / layout.PUBLISHES).exists():
+            uploads.mark_publishing()
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(

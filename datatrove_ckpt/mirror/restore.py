@@ -32,7 +32,16 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import new_owner, read_run
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, LOCK, RUN, last_chunk_of, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    LOCK,
+    PUBLISHES,
+    RUN,
+    last_chunk_of,
+    rank_folder,
+    retry_number,
+)
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -220,6 +229,8 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
             earlier[version.nonce] = version.number
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
     files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
+    if mirrored.is_publishing():
+        files.disk.write_new(staging / PUBLISHES, [])
     files.disk.sync_dir(staging)
 
 

@@ -92,7 +92,7 @@ class ChunkOutput:
         """The same. Who reads a chunk's documents to their end calls it, too."""
 
     def refuse_existing(self) -> None:
-        """Call it before the rank's first start.
+        """Call it before a start of a rank that has published nothing, and again before it publishes its first file.
 
         Raises:
             OutputMismatch: the folder holds files that this rank would write.
@@ -150,8 +150,8 @@ class ChunkOutput:
                 self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
             files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
+        self._target.may_replace = was_restored(self.folder) and not self._target.is_first
         self._target.is_first = self._unpublished.exists()
-        self._target.may_replace = was_restored(self.folder)
         self._target.check_owner = self.check_owner
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)

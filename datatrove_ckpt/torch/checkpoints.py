@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import threading
 import time
-from collections import deque
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from statistics import fmean, pstdev
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -38,7 +39,7 @@ import torch
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
@@ -53,6 +54,8 @@ _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to sto
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT, _RANDOM = "input.pt", "random.pt"
+_SIGNAL = 2.0  # why the ranks stop
+_SAY_SECONDS = 10.0  # after which it is said what the end waits for
 
 
 class TrainingCheckpoints:
@@ -63,8 +66,8 @@ class TrainingCheckpoints:
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
             is copied, as soon as the copy before has ended. A folder without a whole step restores from there.
         every_steps: ``maybe_save`` saves at multiples of it.
-        every_seconds: ``maybe_save`` saves after so many seconds. "auto": Daly's interval, from the measured pause and
-            ``mtbf_seconds``. None: "auto" without ``every_steps``.
+        every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a minute, then Daly's
+            interval, from the measured pause and ``mtbf_seconds``. None: "auto" without ``every_steps``.
         mtbf_seconds: mean time between failures of the whole job, for "auto".
         keep_last: how many of the newest steps stay.
         keep_best: how many stay of those with the lowest ``metrics[best]``.
@@ -116,8 +119,6 @@ class TrainingCheckpoints:
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        if self._is_owner:
-            self._steps.clean()
         self.epoch, self.metrics = 0, dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
@@ -125,8 +126,8 @@ class TrainingCheckpoints:
         self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
         self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
-        self._has_looked = False
-        self._look_at, self._looked = 0, (0, time.monotonic())
+        self._has_looked = self._has_claimed = False
+        self._last_step, self._look_at, self._looked = 0, 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
 
@@ -162,11 +163,27 @@ class TrainingCheckpoints:
             Exception: it could not be, as ``failure`` says, and ``raises``.
         """
         self._writing.join()
-        self._uploading.join()
-        if self._copies and self._manifests:
-            self._upload()  # once more, if the last copy failed
+        if self._wait_for_copy() and self._copies and self._manifests:
+            self._uploading.start(self._upload)  # once more, if the last copy failed
+            self._wait_for_copy()
+        self._steps.unlock()
+        self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
+
+    def _wait_for_copy(self) -> bool:
+        """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
+        shutdown, began = self._preemption.shutdown if self._preemption is not None else None, time.monotonic()
+        cause, is_said = shutdown.cause if shutdown is not None else "", False
+        while not self._uploading.join(_LOOK_SECONDS):
+            assert self._steps.store is not None
+            if not is_said and time.monotonic() - began > _SAY_SECONDS:
+                is_said = True
+                logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
+            if shutdown is not None and shutdown.cause != cause:
+                self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
+                return False
+        return True
 
     def _hurry(self) -> None:
         if self._preemption is not None and self._preemption.shutdown.is_fast:
@@ -181,7 +198,7 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         due = self._every_steps is not None and step % self._every_steps == 0
-        stops = False
+        stops = 0.0
         if step >= self._look_at:
             stops, is_time, seconds = self._look(step)
             due = due or is_time
@@ -193,25 +210,28 @@ class TrainingCheckpoints:
             self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
             logger.warning(f"The training stops after step {step}{', which is saved' * (self.failure is None)}.")
             assert self._preemption is not None
+            if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
+                os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")
             self._preemption.shutdown.raise_preempted()
         if due:
             self.save(step, **what)
         return due
 
-    def _look(self, step: int) -> tuple[bool, bool, float]:
-        """What all ranks agree on: whether to stop; whether to save; how many seconds a step takes."""
+    def _look(self, step: int) -> tuple[float, bool, float]:
+        """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
         (last, at), now = self._looked, time.monotonic()
         self._looked = step, now
-        stops = False
+        stops = 0.0
         if self._preemption is not None:
             self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
-            stops = self._preemption.shutdown.is_requested
+            cause = self._preemption.shutdown.cause
+            stops = _SIGNAL if cause in signal.Signals.__members__ else bool(cause)
         seconds = (now - at) / max(1, step - last)
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
         all_stop, all_save, busy, slowest = self._ranks.highest([stops, is_time, self._writing.is_running, seconds])
-        return bool(all_stop), bool(all_save and not busy), slowest
+        return all_stop, bool(all_save and not busy), slowest
 
     def _interval(self) -> float | None:
         if self._every_seconds != "auto":
@@ -242,8 +262,9 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; or the
-                folder holds steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; the
+                step is before the last one; or folder or remote hold steps, and nothing was restored.
+            CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
         for key, state in [*states.items(), ("loader", loader)]:
@@ -251,11 +272,21 @@ class TrainingCheckpoints:
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
+        if step < self._last_step:
+            raise ConfigError(
+                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
+                "training from the start takes a new folder."
+            )
+        try:
+            numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        self._refuse_other_steps()
+        self._claim()
+        self._last_step = step
         name = StepName(self._rollbacks, step)
         staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), None if loader is None else loader.state_dict()
+        own = random_state(), _input_state(loader)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -264,7 +295,8 @@ class TrainingCheckpoints:
         contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
-        numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
+            logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
         if not self._is_owner:
             self._not_saved = None
@@ -277,17 +309,30 @@ class TrainingCheckpoints:
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
         self._writing.start(self._write, name, contents, numbers, self._pause)
 
-    def _refuse_other_steps(self) -> None:
-        """At the first save: a later restart would take the newest step of another training for this one's."""
-        if self._has_looked:
+    def _claim(self) -> None:
+        """Before the first save or rollback: a later restart would take steps of another training for this one's."""
+        if self._has_claimed:
             return
-        self._has_looked = True
-        found = [name for names in self._ranks.gather(self._steps.names() if self._is_owner else []) for name in names]
-        if found:
-            raise ConfigError(
-                f"{self._steps.folder} holds {max(found)} of an earlier training. Call restore_latest() to go on with "
-                "it, or choose another folder."
-            )
+        refused: CkptError | None = None
+        try:
+            if self._is_owner:
+                self._steps.lock()
+                names = [] if self._has_looked else self._steps.names()
+                if self._copies and not self._has_looked:
+                    with suppress(Exception):  # a remote that is away is said when the step is copied
+                        names += self._steps.remote_names()
+                if names:
+                    raise ConfigError(
+                        f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
+                        "restore_latest() to go on with it, or choose another folder."
+                    )
+        except CkptError as error:
+            refused = error
+        if found := list(filter(None, self._ranks.gather(refused))):
+            self._steps.unlock()
+            raise refused or found[0]
+        self._has_claimed = self._has_looked = True
+        self._steps.training = self._ranks.gather(self._steps.training or uuid.uuid4().hex)[0]
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
@@ -362,26 +407,25 @@ class TrainingCheckpoints:
         while (name := max(self._manifests)) != self._copied or not self._is_copied:
             try:
                 self._copied, self._is_copied = name, False
+                there, incomplete = self._steps.remote_manifests()
+                own = self._steps.training
+                if others := [one for one, found in there.items() if found.get("training", own) != own]:
+                    raise ConfigError(f"{max(others)} of another training is there. Choose another remote.")
                 self._steps.upload(name)
                 self._is_copied, self._not_copied = True, None
             except Exception as error:
-                self._not_copied = error
-                logger.error(f"{name} is not copied to {self._steps.store.url}: {error} The next save tries again.")
+                why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
+                self._not_copied = StorageFailed(why)
+                logger.error(f"{why}. The next save tries again.")
+                with suppress(Exception):
+                    self._steps.note(event="not copied", step=name.step, error=str(error))
                 return
+            there[name] = self._manifests[name]
             try:
-                self._remove_old_copies()
+                for one in (incomplete - {name}) | (there.keys() - self._kept(there)):
+                    self._steps.remove_remote(one)
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
-
-    def _remove_old_copies(self) -> None:
-        there, incomplete = dict[StepName, Manifest](), set[StepName]()
-        for one in self._steps.remote_names():
-            try:
-                there[one] = self._steps.remote_manifest(one)
-            except CheckpointCorrupt:
-                incomplete.add(one)
-        for one in incomplete | there.keys() - self._kept(there):
-            self._steps.remove_remote(one)
 
     # restore ------------------------------------------------------------------------------------------------------
 
@@ -402,23 +446,31 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
-        if getattr(loader, "generator", False) is None:
+        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+        if getattr(inner, "generator", False) is None:
             # Else each iterator's seed would be drawn from torch's generator, also that of an epoch which is resumed.
-            loader.generator = torch.Generator()
-        chosen = self._choose(lambda name: True)
-        if chosen is None:
-            return None
-        name, passed = chosen
-        self._rollbacks, self._look_at = name.rollbacks, 0
-        self._load(name, reader, states)
-        if loader is not None:
-            self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
-        self._saved_at = time.monotonic()
-        self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+            inner.generator = torch.Generator()
+        try:
+            chosen = self._choose(lambda name: True)
+            if chosen is None:
+                return None
+            name, passed = chosen
+            self._rollbacks, self._look_at, self._last_step = name.rollbacks, 0, name.step
+            self._load(name, reader, states)
+            if loader is not None:
+                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
+            self._saved_at = time.monotonic()
+            self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+        finally:
+            if not self._has_claimed:
+                self._steps.unlock()  # the first save takes it again: a process that only reads keeps no training out
+        if self._ranks.rank == 0:
+            at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
+            logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
-        if self._is_owner:
+        if self._steps.is_locked:
             with suppress(Exception):
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
@@ -426,7 +478,11 @@ class TrainingCheckpoints:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
         self._has_looked = True
+        if self._is_owner:
+            with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
+                self._steps.lock()
         here = self._names() if self._is_owner else []
+        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
         if best:
             names = self._by_metric(self._manifests)[::-1] if self._is_owner else []
@@ -438,6 +494,7 @@ class TrainingCheckpoints:
                 raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
             damage = [each for each in found if each]
             if not damage:
+                self._steps.training = self._steps.manifest(name).get("training", "")
                 return name, passed
             passed.append(f"{name}: {damage[0]}")
             self._manifests.pop(name, None)
@@ -453,6 +510,7 @@ class TrainingCheckpoints:
         for name in names:
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)
+                self._steps.training = self._manifests[name].get("training", "")
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
@@ -472,6 +530,7 @@ class TrainingCheckpoints:
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
                     raise
+                self._steps.lock()
                 try:
                     READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
                 except CheckpointCorrupt as error:
@@ -490,6 +549,11 @@ class TrainingCheckpoints:
                 state.load_state_dict(found)
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
+        left = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
+        left -= {f"states/{key}.pt" for key in states}
+        if left and self._ranks.rank == 0:
+            keys = ", ".join(sorted(Path(file).stem for file in left))
+            logger.warning(f"{name} also holds {keys}: not restored, as restore_latest and rollback were not given it.")
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
         self.metrics = self._steps.manifest(name)["metrics"]
@@ -503,12 +567,17 @@ class TrainingCheckpoints:
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
-        if all(state is None for state in found):
+        if None in found:
             raise ConfigError("The step was saved without a loader.")
+        epochs, states = [each["epoch"] for each in found], [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
-            self.epoch = restore(loader, found)
+            self.epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
-            loader.load_state_dict(found[self._ranks.rank])
+            own = states[self._ranks.rank]
+            ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            self.epoch = (epochs[0] or 0) + ended
+            if not ended:
+                loader.load_state_dict(own)
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
@@ -543,9 +612,12 @@ class TrainingCheckpoints:
         Raises:
             ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
             CheckpointCorrupt, CheckpointMismatch: as ``restore_latest``.
+            CheckpointLocked: as ``save``.
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
+        self._has_looked = True
+        self._claim()
         chosen = self._choose(lambda name: name.step == to if before is None else name.step < before, best=to == "best")
         if chosen is None:
             raise ConfigError(f"rollback: there is no step {'before ' + str(before) if to is None else to}.")
@@ -553,9 +625,9 @@ class TrainingCheckpoints:
         self._load(old, reader, states)
         if loader is not None and not skip_input:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
-        own = loader.state_dict() if loader is not None and skip_input else None
+        own = _input_state(loader) if skip_input else None
         inputs = self._ranks.gather(own)
-        self._rollbacks, self._look_at = self._rollbacks + 1, 0
+        self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
@@ -579,28 +651,10 @@ class TrainingCheckpoints:
             self._manifests.pop(name, None)
 
 
-class LossSpikes:
-    """Says when a loss is not like those before. It only advises: ``rollback`` is the caller's decision.
+def _input_state(loader: Any) -> dict[str, Any] | None:
+    from datatrove_ckpt.torch.dataset import epoch_of
 
-    Args:
-        window: with how many losses before it is compared.
-        deviations: so many standard deviations above their mean are a spike.
-    """
-
-    def __init__(self, window: int = 100, deviations: float = 6.0) -> None:
-        self._losses: deque[float] = deque(maxlen=window)
-        self._deviations = deviations
-
-    def add(self, loss: float) -> str:
-        """What is wrong with this loss; "" if nothing is. A spike is not part of the window."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if len(self._losses) >= min(10, self._losses.maxlen or 1):
-            mean, deviation = fmean(self._losses), pstdev(self._losses)
-            if loss > mean + self._deviations * max(deviation, 1e-3 * abs(mean)):
-                return f"the loss {loss:.4g} is far above {mean:.4g}, the mean of the last {len(self._losses)}"
-        self._losses.append(loss)
-        return ""
+    return None if loader is None else {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:
@@ -621,6 +675,8 @@ class _Task:
         else:
             call(*arguments)
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> bool:
+        """Whether the call has ended, at the latest after so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+        return not self.is_running

@@ -29,7 +29,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.server import Access
-from tests.mirrors import Job
+from tests.mirrors import Job, refuse_the_second
 from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -307,6 +307,19 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
         assert first != second
         assert len(second.splitlines()) == 3
+
+
+@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
+def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
+    hub: FakeHub, tmp_path: Path, place: str
+) -> None:
+    hub.create_repo("org/job", kind="bucket")
+    hub.create_repo("org/data")
+    output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
+    refuse_the_second(tmp_path, (f"{BUCKET}/one", f"{BUCKET}/two"), output_writer=output_writer)
+    name = "org/job" if place == BUCKET else "org/data"
+    found = hub.files(name, kind="bucket" if place == BUCKET else "dataset")
+    assert all(b"first" in content for file, content in found.items() if file.startswith("output/"))
 
 
 @pytest.mark.parametrize("kind", ["paths-info", "batch"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 import pytest
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
@@ -41,7 +42,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, rejects, runner
-from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, up_to
+from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to
 from tests.patience import ChangePolicy, until
 
 
@@ -365,6 +366,38 @@ def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
     assert outputs(job.folder / "output") == expected
 
 
+def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(tmp_path: Path) -> None:
+    refuse_the_second(tmp_path, (str(tmp_path / "one"), str(tmp_path / "two")))
+    assert all(b"first" in content for content in outputs(tmp_path / "output").values())
+
+
+def test_a_rank_looks_again_before_its_first_file_where_uploads_replace_what_is_there(tmp_path: Path) -> None:
+    """Two jobs run at once, and a store such as S3 refuses nothing."""
+    output_writer = JsonlWriter(f"memory://{tmp_path.name}", "${rank}_${chunk_index}.jsonl", compression=None)
+    one, two = (Job(tmp_path, str(tmp_path / name)) for name in ("one", "two"))
+    two.checkpoints = tmp_path / "second"
+    refused: list[BaseException] = []
+    with FakeServer(hold_after=1) as server:
+
+        def slower() -> None:
+            try:
+                two.run(server, output_writer=output_writer)
+            except OutputMismatch as error:
+                refused.append(error)
+
+        running = threading.Thread(target=slower)
+        running.start()
+        until(lambda: server.asked.total() == 2)
+        with FakeServer() as another_server:
+            one.run(another_server, output_writer=output_writer)
+        folder = output_writer.output_folder
+        written = {name: folder.cat_file(name) for name in folder.list_files()}
+        server.release()
+        running.join(300)
+    assert "is a new checkpoint, which knows none of them" in str(refused[0])
+    assert {name: folder.cat_file(name) for name in folder.list_files()} == written
+
+
 class FailingOnce(object_store.Effects):
     """A remote that refuses the first version once, and the second one always."""
 
@@ -416,15 +449,15 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
 
     def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
         raise ConnectionError("no route to host")
 
-    with FakeServer(hold_after=3) as server:
+    with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server))
         running.start()
-        until(lambda: manifests(job) and server.asked.total() == 4)
+        until(lambda: server.asked.total() == 8 and (job.folder / "output" / "00000_chunk_00000.jsonl").exists())
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
         server.release()
         running.join(300)
@@ -454,10 +487,10 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
 def test_a_bucket_that_vanishes_later_costs_warnings_only(
     job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    with FakeServer(hold_after=3) as server:
+    with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
         running.start()
-        until(lambda: manifests(job) and server.asked.total() == 4)
+        until(lambda: server.asked.total() == 8 and (job.folder / "output" / "00000_chunk_00000.jsonl").exists())
         monkeypatch.setattr(object_store, "effects", Missing())
         server.release()
         running.join(300)

@@ -177,7 +177,7 @@ def carry_out(
     for rank, first in plan.answers.items():
         _merge_answers(rank_folder(staged, rank) / CACHE, rank_folder(root, rank) / CACHE, first)
     for rank in plan.retired:
-        _forget_unfinished(rank_folder(root, rank), f"{rank_folder(Path(), rank)}/{SHARD}" in plan.moved)
+        _forget_unfinished(rank_folder(root, rank))
     for rank, source in plan.started.items():
         _start(rank_folder(root, rank) / RUN, rank_folder(root, source) / RUN)
     for folder in [root, *retry_folders(root)]:
@@ -206,11 +206,9 @@ def _merge_answers(staged: Path, path: Path, first: int) -> None:
         cache.sync()
 
 
-def _forget_unfinished(folder: Path, has_record: bool) -> None:
+def _forget_unfinished(folder: Path) -> None:
     if not folder.is_dir():
         return
-    if not has_record:  # the plan is an earlier release's, and this one says how many documents there were to its end
-        files.disk.remove(folder / SHARD)
     for index in journal_indices(folder):
         files.disk.remove(journal_path(folder, index))
     for suffix in ("", *CACHE_LOGS):

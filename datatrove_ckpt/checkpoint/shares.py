@@ -140,7 +140,7 @@ class Shares:
         """
         try:
             content = read_sealed(data, (VERSION,))
-            if content["version"] not in (1, VERSION):
+            if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']}")
             ranks = {int(rank): [Part.from_json(part) for part in parts] for rank, parts in content["ranks"].items()}
             shares = cls(int(content["round"]), int(content["tasks"]), str(content["input"]), ranks)

@@ -123,7 +123,7 @@ class ShardRecord:
         """
         try:
             content = read_shard(path)
-            if "readers" not in content or content.get("version") not in (1, SHARD_VERSION):
+            if "readers" not in content or content.get("version") != SHARD_VERSION:
                 return None
             readers = [
                 ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})

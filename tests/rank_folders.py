@@ -14,8 +14,7 @@ from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.sealed import sealed_json
+from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.versions import FORMAT
 
 ELSEWHERE = "node7"

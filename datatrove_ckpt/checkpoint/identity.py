@@ -38,10 +38,8 @@ from datatrove_ckpt.checkpoint.fields import RunIdentity, without_its_secrets
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json, reshard_command
 from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
-from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.lines import Json, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.recovery import holds_work
-from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
-from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.checkpoint.versions import RESHARDS, SEALED_FORMATS, check_format, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed
 from datatrove_ckpt.formatting import plural
@@ -375,3 +373,47 @@ def _shown(identity: Json, name: str) -> str:
         return "(not set)"
     text = orjson.dumps(identity[name]).decode()
     return text if len(text) <= 300 else f"{text[:300]}... ({len(text)} characters)"
+
+
+# Parts of a request that hold a schema. A setting of the user's own may be called anything with "schema" in it. When
+# two values of a setting are the same: as JSON, with three rules of its own.
+#
+# The order of keys does not matter, except in a JSON schema and inside of a parameter of requests: engines answer in
+# the order of a schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is 1.0.
+# Hashes of secrets that were made with two keys of a mirror, or one without, cannot be compared, and count as the same.
+
+_ORDERED = ("response_format", "structured_outputs", "schema")
+_ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
+_HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
+
+
+def comparable(name: str, value: object) -> bytes:
+    """The same bytes for two values of this setting that are the same.
+
+    Args:
+        value: anything that JSON can express.
+    """
+    return orjson.dumps(_plain(name, value))
+
+
+def same_value(name: str, old: object, new: object) -> bool:
+    """Whether two values of this setting are the same. Earlier releases kept a writer without its module."""
+    if name == "output_writer" and not ("." in str(old) and "." in str(new)):
+        old, new = (str(value).rpartition(".")[2] for value in (old, new))
+    old, new = comparable(name, old), comparable(name, new)
+    before, after = ({found[1] for found in _HASH.finditer(value)} for value in (old, new))
+    if before and after and before != after:
+        old, new = (_HASH.sub(b"", value) for value in (old, new))
+    return bool(old == new)
+
+
+def _plain(name: str, value: Any, ordered: bool = False) -> Any:
+    if isinstance(value, dict):
+        ordered = ordered or any(part in name for part in _ORDERED)
+        inside = ordered or name.endswith("params")
+        return {key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))}
+    if isinstance(value, list):
+        return [_plain(name, one, ordered) for one in value]
+    if value == _ZERO:
+        return 0
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value

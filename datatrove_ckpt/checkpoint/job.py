@@ -32,9 +32,8 @@ from datatrove_ckpt.checkpoint.identity import (
     way_back,
 )
 from datatrove_ckpt.checkpoint.layout import JOB, JOB_LOCK, LOCK, RUN, is_finished, rank_folder, rank_numbers
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.recovery import holds_work
-from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 
 _GUARD_SECONDS = 60.0

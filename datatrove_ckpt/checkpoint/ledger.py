@@ -63,9 +63,8 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.lines import Json, is_count, read_shard
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.checkpoint.sealed import read_shard
 from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 

@@ -32,10 +32,9 @@ from datatrove_ckpt.checkpoint.layout import (
     journal_path,
     last_chunk_of,
 )
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot

@@ -43,9 +43,8 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 

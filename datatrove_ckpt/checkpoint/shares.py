@@ -23,7 +23,7 @@ from xxhash import xxh3_128_hexdigest
 
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import SHARES
-from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.lines import read_sealed, sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 VERSION = 2

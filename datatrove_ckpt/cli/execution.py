@@ -46,7 +46,7 @@ from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.inputs import rows_without_document
+from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later

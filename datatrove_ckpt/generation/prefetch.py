@@ -37,8 +37,7 @@ from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.readers.steps import StepRecord
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines, StepRecord
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21

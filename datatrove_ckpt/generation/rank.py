@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from datatrove.data import Document
+from datatrove.data import Document, Media
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
@@ -26,7 +26,6 @@ from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.media import media_dropper
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -43,7 +42,7 @@ from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.writers import check_rank_in_template, check_writable
+from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
@@ -53,6 +52,7 @@ from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.rollouts import Rollout
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -339,3 +339,24 @@ class RankMessages:
         if self.retrying and dead:
             return f"If you run the same command again, it tries {plural(dead, 'dead letter')} once more."
         return "If you run the same command again, it has nothing to do."
+
+
+def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
+    """What removes the bytes of media from a finished document, whose other fields stay; None: its writer saves them.
+
+    They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
+    """
+    if writes_media(writer):
+        return None
+    column: Callable[[Document], None] | None = getattr(rollout_fn, "drop_sent", None)
+
+    def drop(document: Document) -> None:
+        for one in document.media or ():
+            if isinstance(one, Media):
+                one.media_bytes = None
+            elif isinstance(one, dict) and one.get("media_bytes") is not None:
+                one["media_bytes"] = None
+        if column is not None:
+            column(document)
+
+    return drop

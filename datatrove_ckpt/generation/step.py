@@ -41,7 +41,7 @@ from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.steps import StepRecord
+    from datatrove_ckpt.readers.shard import StepRecord
 
 OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."

@@ -33,10 +33,9 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RunIdentity, decides
 from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
-from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
+from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run, same_value
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.checkpoint.job_ledger import JobLedger
-from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -48,10 +47,8 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.checkpoint.setting_values import same_value
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 

@@ -28,7 +28,7 @@ from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writers import check_rank_in_template
-from datatrove_ckpt.preflight.inputs import check_codecs, check_inputs_unchanged, note_steps
+from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.job_check import check_job, check_step_order
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused

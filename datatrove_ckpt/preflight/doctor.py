@@ -51,8 +51,7 @@ from datatrove_ckpt.preflight.checks import (
     tried,
     within,
 )
-from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_workers
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_inputs_unchanged, check_workers
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen

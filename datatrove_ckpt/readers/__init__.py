@@ -10,7 +10,7 @@
     extent.py          how much of the input is done: for percent and time left
     compressed.py      compressed files as streams; a damaged one is an error
     no_documents.py    explains an input that has rows but no document
-    pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
+    pipeline.py        the steps before a runner: their readers, and their stats; shard.py: their description
     permutations.py    shuffled orders
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files

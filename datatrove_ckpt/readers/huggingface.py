@@ -34,8 +34,7 @@ from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_documents import NoDocument
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Row, RowShard, State, job_revisions
 from datatrove_ckpt.readers.revisions import is_commit
-from datatrove_ckpt.readers.shard import Skipped
-from datatrove_ckpt.readers.steps import plain_settings
+from datatrove_ckpt.readers.shard import Skipped, plain_settings
 from datatrove_ckpt.readers.tables import IpcReader
 
 _SHUFFLE_SEED = 42  # datatrove's

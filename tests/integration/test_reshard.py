@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptErro
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.repair import carry_out, make_plan
 from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.job_check import check_job
 from datatrove_ckpt.preflight.reshard.run import Resharded, reshard
 from datatrove_ckpt.preflight.run_plan import RunPlan

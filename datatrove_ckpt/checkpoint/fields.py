@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import orjson
 
+from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.forks import FORKED
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import stamped
+from datatrove_ckpt.errors import VersionMismatch
 from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 _USERS_FIELDS = (
@@ -82,3 +85,70 @@ def as_kept(fields: Json) -> Json:
     """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
+
+
+# Which version of this program wrote a checkpoint, and whether this one can go on with it.
+#
+# ``format`` in ``run.json`` and ``job.json`` is the version of everything in a rank's folder. It grows with each
+# release that an earlier one could misread. Code goes on with every format that it lists here, and the next start
+# writes its own; it refuses a newer one before it reads anything else, and names the release (``written_by``) to
+# install.
+#
+# format first written by what changed 1 0.1.0 2 0.2.0 history.jsonl, job.json, shard.json; times, work and hashes of
+# the hub in commits, and checksums of answers, which 0.1.0 takes for damage 3 0.2.0 a checksum in front of run.json,
+# job.json, shard.json and shares.json, which earlier builds of 0.2.0 take for a setting 4 0.2.0 results without a
+# wrapper in journals (``documents.encode_finished``)
+
+FORMAT = 4
+"""What this version writes."""
+SEALED_FORMATS = range(3, FORMAT + 1)
+"""``run.json`` and ``job.json`` of these have a checksum."""
+OLDEST_FORMAT = 1
+"""All formats from this one on can be continued. It stays as it is within a major version of the package."""
+FORMAT_KEY = "format"
+WRITTEN_BY = "written_by"
+"""In ``run.json`` and ``job.json``: the version of the package that wrote the file. 0.1.0 wrote none."""
+RESHARDS = "reshards"
+"""In ``run.json``: how many times ``shares.json`` said, at the rank's last start, that the input was dealt out anew."""
+NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, FORKED, RESHARDS, "owner", "accepted_changes"})
+"""What ``run.json`` and ``job.json`` hold besides the identity of the run."""
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
+
+
+def stamped(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity as this version writes it: with its format and its version in front."""
+    rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
+    return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
+
+
+def settings_in(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity in the content of ``run.json`` or ``job.json``: the settings that all ranks of a run share."""
+    return {name: value for name, value in content.items() if name not in NO_SETTINGS}
+
+
+def check_format(where: object, content: object, known: int = FORMAT, written_by: object = None) -> None:
+    """Checks that this version can go on with what another one wrote. Anything without a number passes.
+
+    Args:
+        where: the file, for the message.
+        content: of the file; its ``format`` is compared.
+        known: the newest format of such files.
+        written_by: the version that wrote it, if ``content`` does not say.
+
+    Raises:
+        VersionMismatch: it is of a newer version, or of one that is too old.
+    """
+    number = content.get(FORMAT_KEY) if isinstance(content, dict) else None
+    if type(number) is not int or OLDEST_FORMAT <= number <= known:
+        return
+    assert isinstance(content, dict)
+    writer = content.get(WRITTEN_BY, written_by)
+    is_named = isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None
+    who = f"datatrove-ckpt {writer}" if is_named else f"{'a newer' if number > known else 'an older'} datatrove-ckpt"
+    is_new = number > known
+    get = f"datatrove-ckpt {writer}{' or newer' * is_new}" if is_named else "the version that wrote it"
+    formats = f"format {known}" if known == OLDEST_FORMAT else f"formats {OLDEST_FORMAT} to {known}"
+    raise VersionMismatch(
+        f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, which reads {formats}. "
+        f"Nothing was changed. Install {get}, and run the same command again; or start a new run in other folders."
+    )

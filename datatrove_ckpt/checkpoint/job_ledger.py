@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.fields import RESHARDS
 from datatrove_ckpt.checkpoint.foreign import reshard_command
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARES, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.shares import Shares, read_shares
-from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch
 
 _BY_DATATROVE = Shares(0, 0, "", {})

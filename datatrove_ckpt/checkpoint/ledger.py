@@ -39,6 +39,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.fields import RESHARDS, settings_in
 from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
@@ -65,7 +66,6 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, is_count, read_shard
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
 OTHERS = "others"

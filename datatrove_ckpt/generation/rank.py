@@ -6,20 +6,25 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datatrove.data import Document, Media
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.fields import RunIdentity
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
@@ -30,7 +35,6 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
@@ -53,6 +57,9 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -360,3 +367,54 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
             column(document)
 
     return drop
+
+
+def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
+    """Copies from the mirror the parts of the checkpoint that this node does not have."""
+    if step.checkpoints_remote_dir is not None:
+        from datatrove_ckpt.mirror.restore import restore_rank
+
+        with preemption.interruptible():
+            restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
+
+
+@contextmanager
+def naming_mirror(step: Step) -> Iterator[None]:
+    """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
+        if step.checkpoints_remote_dir is not None and named is not None:
+            from datatrove_ckpt.mirror.job import newest_manifest
+
+            folder = Path(named[0])
+            with suppress(OSError, CkptError):
+                found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
+        if found is None or not found.files:
+            raise
+        raise CheckpointCorrupt(
+            f"{error} The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
+            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again."
+        ) from error
+
+
+def open_mirror(
+    step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
+) -> RemoteMirror | None:
+    """What copies a rank's folder from now on; None without a mirror.
+
+    Raises:
+        CheckpointMismatch: the mirror holds ranks of another run.
+    """
+    if (remote := step.checkpoints_remote_dir) is None:
+        return None
+    from datatrove_ckpt.mirror.job import join_mirrored_job
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
+
+    shared: dict[str, bytes] = {}
+    if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
+        with preemption.interruptible():
+            shared = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
+    url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
+    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, shared)

@@ -31,7 +31,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RunIdentity, decides
+from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, decides, stamped
 from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run, same_value
 from datatrove_ckpt.checkpoint.job import name_tasks
@@ -49,7 +49,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
-from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
 _REVISIONS = "dataset_*.json"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.fields import RESHARDS, settings_in
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
@@ -44,7 +45,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals

@@ -37,7 +37,7 @@ import xxhash
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity
 from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.identity import comparable, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks
@@ -45,7 +45,6 @@ from datatrove_ckpt.checkpoint.job_ledger import JobLedger
 from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema

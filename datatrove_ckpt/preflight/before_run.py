@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.rank_mirror import naming_mirror
+from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.folders import check_pipeline_folders

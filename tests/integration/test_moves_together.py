@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.fields import FORMAT
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
-from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload

@@ -16,7 +16,7 @@ import pytest
 
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
-from datatrove_ckpt.checkpoint import versions as versions_of
+from datatrove_ckpt.checkpoint.fields import FORMAT
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify
@@ -273,7 +273,7 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
-    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
+    expected = [str(FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
     assert [row[2] for row in numbers] == expected
     (current,) = [row for row in versions if version("datatrove-ckpt") in row[0]]
     assert current[1:] == expected

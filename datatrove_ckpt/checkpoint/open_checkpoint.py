@@ -24,8 +24,7 @@ from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
-from datatrove_ckpt.checkpoint.job import join_job
-from datatrove_ckpt.checkpoint.job_ledger import count_reshards
+from datatrove_ckpt.checkpoint.job import count_reshards, join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,

@@ -427,7 +427,7 @@ def status() -> None:
 
 
 @_command(
-    "report",
+    "show",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
     _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),

@@ -51,7 +51,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent, note_managers
+from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before

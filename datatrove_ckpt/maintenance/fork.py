@@ -34,8 +34,7 @@ from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, decides, stamped
 from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run, same_value
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
+from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,

@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.history_log import (
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
+from datatrove_ckpt.checkpoint.job import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,

@@ -39,11 +39,10 @@ from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.output.committed import RankCommits
+from datatrove_ckpt.output.committed import FoundFiles, RankCommits
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status, lacks_credentials, s3_code

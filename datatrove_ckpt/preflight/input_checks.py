@@ -22,8 +22,7 @@ from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.preflight.checks import Finding, within
-from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
+from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.hub_messages import is_on_hub

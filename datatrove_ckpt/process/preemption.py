@@ -66,8 +66,7 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.notice import NoticeWatch, Setting
-from datatrove_ckpt.process.parent_watch import end_managers, is_pool_worker, managers_gone, spare
-from datatrove_ckpt.process.pool_signals import drain_pools
+from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
 from datatrove_ckpt.process.slurm_job import (

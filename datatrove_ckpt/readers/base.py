@@ -25,7 +25,6 @@ from tqdm import tqdm
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.hub_messages import naming_hub_input, no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
@@ -42,9 +41,11 @@ from datatrove_ckpt.readers.inputs import (
 from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
+    FileExtent,
     FilePosition,
     FileRead,
     FileState,
+    InputExtent,
     Position,
     PositionedDocument,
     ReaderStart,

@@ -16,8 +16,7 @@ from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.before_run import check_before_run, check_job
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command

@@ -22,8 +22,8 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.mirror import manifests
+from datatrove_ckpt.preflight.checks import Quantiles
 from datatrove_ckpt.preflight.plan import describe_table, make_table
-from datatrove_ckpt.preflight.probes import Quantiles
 from datatrove_ckpt.readers import base
 from tests import settings_page
 from tests.bench import report

@@ -12,8 +12,8 @@ import pytest
 from datatrove_ckpt import daly, efficiency, young
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main, parse_time
+from datatrove_ckpt.preflight.checks import Quantiles
 from datatrove_ckpt.preflight.plan import make_table
-from datatrove_ckpt.preflight.probes import Quantiles
 from datatrove_ckpt.preflight.training_plan import measure
 from tests.commands import Command
 

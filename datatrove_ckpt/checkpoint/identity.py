@@ -35,16 +35,18 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import (
+    FORKED,
     RESHARDS,
     SEALED_FORMATS,
+    WAY_OUT,
+    Forked,
     RunIdentity,
     check_format,
+    is_unstarted,
     settings_in,
     without_its_secrets,
 )
-from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json, reshard_command
-from datatrove_ckpt.checkpoint.forks import FORKED, WAY_OUT, Forked, is_unstarted
-from datatrove_ckpt.checkpoint.layout import JOB, RUN
+from datatrove_ckpt.checkpoint.layout import JOB, RUN, refuse_missing_run_json, reshard_command
 from datatrove_ckpt.checkpoint.lines import Json, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed

@@ -22,7 +22,6 @@ from typing import NamedTuple, TypeAlias
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, without_its_secrets
-from datatrove_ckpt.checkpoint.foreign import reshard_command
 from datatrove_ckpt.checkpoint.identity import (
     Change,
     compare,
@@ -42,6 +41,7 @@ from datatrove_ckpt.checkpoint.layout import (
     is_finished,
     rank_folder,
     rank_numbers,
+    reshard_command,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json

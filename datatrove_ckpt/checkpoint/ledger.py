@@ -40,7 +40,6 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.fields import RESHARDS, settings_in
-from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
@@ -62,6 +61,7 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
     rank_folder,
     rank_numbers,
+    refuse_missing_run_json,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, is_count, read_shard

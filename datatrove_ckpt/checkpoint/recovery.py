@@ -29,7 +29,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
-from datatrove_ckpt.checkpoint.forks import Forked
+from datatrove_ckpt.checkpoint.fields import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json

@@ -25,8 +25,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RESHARDS, stamped
-from datatrove_ckpt.checkpoint.forks import FORKED
+from datatrove_ckpt.checkpoint.fields import FORKED, RESHARDS, stamped
 from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,

@@ -635,7 +635,7 @@ def reshard() -> None:
     """
 
 
-@_command("schema")
+@_command("full_config")
 def schema() -> None:
     """Print a JSON schema of CONFIG, for editors.
 

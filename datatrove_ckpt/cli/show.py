@@ -10,30 +10,27 @@ import heapq
 import shutil
 import tempfile
 import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.cli.printing import say, write_out
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
-from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
+from datatrove_ckpt.maintenance.report.gather import Prices, gather
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.process.task_errors import log_disabled
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
-from collections.abc import Iterator
-from contextlib import suppress
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.cli.printing import write_out
-from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
-from datatrove_ckpt.formatting import byte_size
-from datatrove_ckpt.maintenance.read_state import wanted_files
-from datatrove_ckpt.maintenance.report.gather import Prices, gather
 
 _MOST = 600  # characters of a text; an answer may have twice as many
 _WIDE = 100  # columns of a terminal from which on two texts stand side by side

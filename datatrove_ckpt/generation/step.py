@@ -32,8 +32,8 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
-from datatrove_ckpt.process.notice import Setting, check_notice
 from datatrove_ckpt.process.pool_signals import drain_pools
+from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled

@@ -31,8 +31,17 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, decides, stamped
-from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
+from datatrove_ckpt.checkpoint.fields import (
+    FORKED,
+    OF_INPUT,
+    RESHARDS,
+    Forked,
+    RunIdentity,
+    decides,
+    fork_lock,
+    is_unstarted,
+    stamped,
+)
 from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run, same_value
 from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
 from datatrove_ckpt.checkpoint.layout import (

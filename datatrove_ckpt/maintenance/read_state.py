@@ -20,8 +20,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.fields import RESHARDS, settings_in
-from datatrove_ckpt.checkpoint.forks import is_unstarted
+from datatrove_ckpt.checkpoint.fields import RESHARDS, is_unstarted, settings_in
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
     STUCK_SECONDS,

@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from datatrove.io import DataFolder
-
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
-from datatrove_ckpt.retrying import http_status
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-import shlex
-from collections.abc import Callable
-from functools import partial
-
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt import retrying
-from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.retrying import failure_line
+from datatrove_ckpt.retrying import failure_line, http_status
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
 
 HUB = "hf://"
 BUCKET = "bucket"

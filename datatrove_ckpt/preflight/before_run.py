@@ -20,8 +20,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json, reshard_command
-from datatrove_ckpt.checkpoint.forks import refuse_half_forked
+from datatrove_ckpt.checkpoint.fields import refuse_half_forked
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, JobLedger, compare_job, name_tasks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
@@ -31,6 +30,8 @@ from datatrove_ckpt.checkpoint.layout import (
     is_finished,
     rank_folder,
     rank_numbers,
+    refuse_missing_run_json,
+    reshard_command,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want

@@ -8,7 +8,7 @@
     positions.py       how a position gets from a document to the checkpoint and back; how much is done
     inputs.py          the files of an input: listed, recorded, and still those that the position was made for
     compressed.py      compressed files as streams; a damaged one is an error
-    no_documents.py    explains an input that has rows but no document
+    input_errors.py    explains an input that has rows but no document
     pipeline.py        the steps before a runner: their readers, and their stats; shard.py: their description
     permutations.py    shuffled orders
 

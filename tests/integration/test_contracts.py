@@ -31,8 +31,8 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import InferenceRunner, __version__
+from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.cli.main import main, make_parser
-from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.rollouts import PromptRollout

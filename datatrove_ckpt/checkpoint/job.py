@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, without_its_secrets
 from datatrove_ckpt.checkpoint.identity import (
+    RESHARDS,
     Change,
+    RunIdentity,
     compare,
     describe_alike,
+    holds_work,
     read_run,
     records,
     refusal,
     run_with_secrets,
     way_back,
+    without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.layout import (
     JOB,
@@ -45,7 +48,6 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
-from datatrove_ckpt.checkpoint.recovery import holds_work
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, CheckpointMismatch

@@ -38,11 +38,9 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_counts,
     sum_delivered,
 )
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RESHARDS, settings_in
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
-from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
+from datatrove_ckpt.checkpoint.identity import RESHARDS, not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -64,7 +62,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json, is_count, read_shard
+from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 

@@ -18,9 +18,8 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, PositionGetter, no_position
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
-from datatrove_ckpt.checkpoint.fields import RunIdentity, refuse_half_forked
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, refuse_half_forked
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import count_reshards, join_job

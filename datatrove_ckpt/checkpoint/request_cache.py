@@ -31,9 +31,8 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
-from datatrove_ckpt.checkpoint.lines import scan_lines, seal
+from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 

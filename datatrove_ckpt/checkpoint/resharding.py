@@ -24,9 +24,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import FORKED, RESHARDS, stamped
-from datatrove_ckpt.checkpoint.identity import new_owner, read_run
+from datatrove_ckpt.checkpoint.identity import FORKED, RESHARDS, new_owner, read_run, stamped
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -43,7 +41,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.checkpoint.lines import Json, explained, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import SHARES
-from datatrove_ckpt.checkpoint.lines import read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.lines import explained, read_sealed, sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 VERSION = 2

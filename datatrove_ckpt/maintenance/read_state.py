@@ -20,7 +20,6 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.fields import RESHARDS, is_unstarted, settings_in
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
     STUCK_SECONDS,
@@ -30,7 +29,7 @@ from datatrove_ckpt.checkpoint.history_log import (
     downtime,
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run
+from datatrove_ckpt.checkpoint.identity import RESHARDS, is_unstarted, mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (

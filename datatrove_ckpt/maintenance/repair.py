@@ -33,12 +33,10 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits, read_last_chunk, read_whole_commits
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
-from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural, ranges

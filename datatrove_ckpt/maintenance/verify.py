@@ -37,8 +37,7 @@ import xxhash
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.fields import RESHARDS, RunIdentity, is_unstarted
-from datatrove_ckpt.checkpoint.identity import comparable, compare, read_run
+from datatrove_ckpt.checkpoint.identity import RESHARDS, RunIdentity, comparable, compare, is_unstarted, read_run
 from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks

@@ -36,8 +36,7 @@ import orjson
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.fields import WRITTEN_BY, check_format
-from datatrove_ckpt.checkpoint.identity import check_run
+from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     DEAD_LETTERS,

@@ -35,7 +35,7 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural

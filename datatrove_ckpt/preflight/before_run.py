@@ -20,8 +20,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.fields import refuse_half_forked
-from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import Change, refusal, refuse_half_forked, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, JobLedger, compare_job, name_tasks, retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.fields import FORMAT
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError

@@ -22,7 +22,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.fields import as_kept
+from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.generation import code_values
 from datatrove_ckpt.generation.run_identity import code_identity
 

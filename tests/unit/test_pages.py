@@ -16,7 +16,7 @@ import pytest
 
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
-from datatrove_ckpt.checkpoint.fields import FORMAT
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify

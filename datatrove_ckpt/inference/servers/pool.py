@@ -24,8 +24,8 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.probes import (
     NO_ANSWER,
     Admission,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep, server_settings, stop, take
 
 if TYPE_CHECKING:

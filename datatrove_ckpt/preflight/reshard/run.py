@@ -12,8 +12,7 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint.fields import is_unstarted
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import is_unstarted, read_run
 from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,

@@ -39,8 +39,7 @@ from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
-from datatrove_ckpt.inference.servers.rank_models import RankModels
-from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.inference.servers.warm import RankModels, one_rank
 from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits

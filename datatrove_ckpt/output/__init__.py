@@ -4,10 +4,9 @@
     writers.py         a writer of the user: what is refused, whether it can write a document, without deep copies
     formats.py         the formats whose files can be read again
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
-    targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub
+    targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub; removal
     hub.py             a folder on the Hugging Face hub, what lies there, and whether a job may write there
     hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
-    removal.py         removes files; from the hub in one commit
     hub_writers.py     datatrove's writers for the hub, without their own uploads
     stoppable.py       calls that a rank which stops leaves behind
     names.py           file names: filled in from documents, checked, and recognised in a listing

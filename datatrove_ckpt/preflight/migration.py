@@ -45,7 +45,7 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptErro
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.output.committed import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
-from datatrove_ckpt.output.removal import remove_output
+from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.preflight.migrated_rank import Rank, Theirs, build, judge
 from datatrove_ckpt.preflight.run_plan import RunPlan
 

@@ -34,9 +34,8 @@ from datatrove_ckpt.inference.servers.probes import (
     read_metrics,
     request_health,
 )
-from datatrove_ckpt.inference.servers.rank_models import RankModels
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep
+from datatrove_ckpt.inference.servers.warm import RankModels, ServerSet, Settings, keep
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 

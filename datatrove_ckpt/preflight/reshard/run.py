@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.mirror.changing import restore_all, upload_ranks
 from datatrove_ckpt.mirror.reading import new_mirror
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
-from datatrove_ckpt.output.removal import remove_output
+from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.before_run import check_job, check_output_of_run
 from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged

@@ -364,12 +364,12 @@ async def test_a_lease_that_no_model_came_for_is_given_back(four_gpus: None, mon
     models = named(writer={"tp": 2}, judge={"tp": 2})
     rank = RankModels(models, 0)
     monkeypatch.setattr(warm, "server_settings", lambda config, gpus: {})
-    share = await rank.get(models[0])
+    _, _, leases = await rank.get(models[0])
     with pytest.raises(ConfigError):
         await gpus(tp=2)
     rank.close()
     assert await gpus(tp=2) == [("2", "3")]
-    for lease in share.leases:
+    for lease in leases:
         lease.close()
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 

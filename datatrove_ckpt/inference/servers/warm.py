@@ -19,6 +19,7 @@ A fork of this process has no warm set: it would stop servers of its parent.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import re
@@ -28,7 +29,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -36,18 +37,10 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE
+from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
+from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.inference.servers.server import InferenceServer
-import asyncio
-from itertools import chain, takewhile
-from typing import TYPE_CHECKING, NamedTuple
-
-from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.server import InferenceServer
@@ -310,18 +303,9 @@ def stamps_of_arguments(argv: Sequence[str], known: Collection[str]) -> dict[str
 # they wait for the other's could wait for each other.
 
 
-class Share(NamedTuple):
-    """What one model gets.
-
-    Attributes:
-        settings: with which the next rank may have the servers; None: it may not.
-        servers: of the rank before; empty: new ones are to be started.
-        leases: for those, one each.
-    """
-
-    settings: Settings | None
-    servers: list[InferenceServer]
-    leases: list[GpuLease]
+Share: TypeAlias = "tuple[Settings | None, list[InferenceServer], list[GpuLease]]"
+"""What one model gets: settings with which the next rank may have the servers (None: it may not); servers of the rank
+before (empty: new ones are to be started); and leases for those, one each."""
 
 
 class RankModels:
@@ -349,7 +333,7 @@ class RankModels:
             if self._leases is None:
                 self._leases = await self._find()
         warm = self._warm.pop(config.name, None)
-        return Share(self._settings[config.name], warm.servers if warm else [], self._leases.pop(config.name, []))
+        return self._settings[config.name], warm.servers if warm else [], self._leases.pop(config.name, [])
 
     def close(self) -> None:
         """Gives back what no model came for. Servers of an earlier rank are stopped with the warm ones."""

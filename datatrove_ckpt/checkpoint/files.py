@@ -409,7 +409,7 @@ class Lock:
 
     def release(self, remove: bool = False) -> None:
         _held.discard(self)
-        if remove:
+        if remove and self._is_current(self._fd):
             with suppress(OSError):
                 self.path.unlink()
         os.close(self._fd)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -182,6 +183,13 @@ class ObjectStore:
             self._fs.invalidate_cache()
             found = self._fs.find(self._path(folder))
         return [str(path).removeprefix(f"{self._root}/") for path in found]
+
+    def remove_below(self, folder: str) -> None:
+        """Removes all objects in the folder and in those below it, and on a disk the folders."""
+        for name in self.below(folder):
+            self.remove(name)
+        if self._is_local:
+            shutil.rmtree(self._path(folder), ignore_errors=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -22,8 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,7 +41,7 @@ import torch
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
@@ -53,6 +56,7 @@ _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to sto
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT, _RANDOM = "input.pt", "random.pt"
+_SIGNAL = 2.0  # why the ranks stop
 
 
 class TrainingCheckpoints:
@@ -116,8 +120,6 @@ class TrainingCheckpoints:
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        if self._is_owner:
-            self._steps.clean()
         self.epoch, self.metrics = 0, dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
@@ -125,7 +127,7 @@ class TrainingCheckpoints:
         self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
         self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
-        self._has_looked = False
+        self._has_looked = self._has_claimed = False
         self._look_at, self._looked = 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
@@ -165,6 +167,8 @@ class TrainingCheckpoints:
         self._uploading.join()
         if self._copies and self._manifests:
             self._upload()  # once more, if the last copy failed
+        self._steps.unlock()
+        self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
 
@@ -181,7 +185,7 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         due = self._every_steps is not None and step % self._every_steps == 0
-        stops = False
+        stops = 0.0
         if step >= self._look_at:
             stops, is_time, seconds = self._look(step)
             due = due or is_time
@@ -193,25 +197,28 @@ class TrainingCheckpoints:
             self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
             logger.warning(f"The training stops after step {step}{', which is saved' * (self.failure is None)}.")
             assert self._preemption is not None
+            if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
+                os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")
             self._preemption.shutdown.raise_preempted()
         if due:
             self.save(step, **what)
         return due
 
-    def _look(self, step: int) -> tuple[bool, bool, float]:
-        """What all ranks agree on: whether to stop; whether to save; how many seconds a step takes."""
+    def _look(self, step: int) -> tuple[float, bool, float]:
+        """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
         (last, at), now = self._looked, time.monotonic()
         self._looked = step, now
-        stops = False
+        stops = 0.0
         if self._preemption is not None:
             self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
-            stops = self._preemption.shutdown.is_requested
+            cause = self._preemption.shutdown.cause
+            stops = _SIGNAL if cause in signal.Signals.__members__ else bool(cause)
         seconds = (now - at) / max(1, step - last)
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
         all_stop, all_save, busy, slowest = self._ranks.highest([stops, is_time, self._writing.is_running, seconds])
-        return bool(all_stop), bool(all_save and not busy), slowest
+        return all_stop, bool(all_save and not busy), slowest
 
     def _interval(self) -> float | None:
         if self._every_seconds != "auto":
@@ -242,8 +249,9 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; or the
-                folder holds steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; or
+                folder or remote hold steps, and nothing was restored.
+            CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
         for key, state in [*states.items(), ("loader", loader)]:
@@ -252,7 +260,7 @@ class TrainingCheckpoints:
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
         self._writing.join()
-        self._refuse_other_steps()
+        self._claim()
         name = StepName(self._rollbacks, step)
         staging = self._steps.folder / f".saving-{name}"
         own = random_state(), None if loader is None else loader.state_dict()
@@ -265,6 +273,8 @@ class TrainingCheckpoints:
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
         numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
+            logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
         if not self._is_owner:
             self._not_saved = None
@@ -277,17 +287,30 @@ class TrainingCheckpoints:
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
         self._writing.start(self._write, name, contents, numbers, self._pause)
 
-    def _refuse_other_steps(self) -> None:
-        """At the first save: a later restart would take the newest step of another training for this one's."""
-        if self._has_looked:
+    def _claim(self) -> None:
+        """Before the first save or rollback: a later restart would take steps of another training for this one's."""
+        if self._has_claimed:
             return
-        self._has_looked = True
-        found = [name for names in self._ranks.gather(self._steps.names() if self._is_owner else []) for name in names]
-        if found:
-            raise ConfigError(
-                f"{self._steps.folder} holds {max(found)} of an earlier training. Call restore_latest() to go on with "
-                "it, or choose another folder."
-            )
+        refused: CkptError | None = None
+        try:
+            if self._is_owner:
+                self._steps.lock()
+                names = [] if self._has_looked else self._steps.names()
+                if self._copies and not self._has_looked:
+                    with suppress(Exception):  # a remote that is away is said when the step is copied
+                        names += self._steps.remote_names()
+                if names:
+                    raise ConfigError(
+                        f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
+                        "restore_latest() to go on with it, or choose another folder."
+                    )
+        except CkptError as error:
+            refused = error
+        if found := list(filter(None, self._ranks.gather(refused))):
+            self._steps.unlock()
+            raise refused or found[0]
+        self._has_claimed = self._has_looked = True
+        self._steps.training = self._ranks.gather(self._steps.training or uuid.uuid4().hex)[0]
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
@@ -362,26 +385,25 @@ class TrainingCheckpoints:
         while (name := max(self._manifests)) != self._copied or not self._is_copied:
             try:
                 self._copied, self._is_copied = name, False
+                there, incomplete = self._steps.remote_manifests()
+                own = self._steps.training
+                if others := [one for one, found in there.items() if found.get("training", own) != own]:
+                    raise ConfigError(f"{max(others)} of another training is there. Choose another remote.")
                 self._steps.upload(name)
                 self._is_copied, self._not_copied = True, None
             except Exception as error:
-                self._not_copied = error
-                logger.error(f"{name} is not copied to {self._steps.store.url}: {error} The next save tries again.")
+                why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
+                self._not_copied = StorageFailed(why)
+                logger.error(f"{why}. The next save tries again.")
+                with suppress(Exception):
+                    self._steps.note(event="not copied", step=name.step, error=str(error))
                 return
+            there[name] = self._manifests[name]
             try:
-                self._remove_old_copies()
+                for one in (incomplete - {name}) | (there.keys() - self._kept(there)):
+                    self._steps.remove_remote(one)
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
-
-    def _remove_old_copies(self) -> None:
-        there, incomplete = dict[StepName, Manifest](), set[StepName]()
-        for one in self._steps.remote_names():
-            try:
-                there[one] = self._steps.remote_manifest(one)
-            except CheckpointCorrupt:
-                incomplete.add(one)
-        for one in incomplete | there.keys() - self._kept(there):
-            self._steps.remove_remote(one)
 
     # restore ------------------------------------------------------------------------------------------------------
 
@@ -405,20 +427,27 @@ class TrainingCheckpoints:
         if getattr(loader, "generator", False) is None:
             # Else each iterator's seed would be drawn from torch's generator, also that of an epoch which is resumed.
             loader.generator = torch.Generator()
-        chosen = self._choose(lambda name: True)
-        if chosen is None:
-            return None
-        name, passed = chosen
-        self._rollbacks, self._look_at = name.rollbacks, 0
-        self._load(name, reader, states)
-        if loader is not None:
-            self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
-        self._saved_at = time.monotonic()
-        self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+        try:
+            chosen = self._choose(lambda name: True)
+            if chosen is None:
+                return None
+            name, passed = chosen
+            self._rollbacks, self._look_at = name.rollbacks, 0
+            self._load(name, reader, states)
+            if loader is not None:
+                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
+            self._saved_at = time.monotonic()
+            self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+        finally:
+            if not self._has_claimed:
+                self._steps.unlock()  # the first save takes it again: a process that only reads keeps no training out
+        if self._ranks.rank == 0:
+            at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
+            logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
-        if self._is_owner:
+        if self._steps.is_locked:
             with suppress(Exception):
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
@@ -426,7 +455,11 @@ class TrainingCheckpoints:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
         self._has_looked = True
+        if self._is_owner:
+            with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
+                self._steps.lock()
         here = self._names() if self._is_owner else []
+        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
         if best:
             names = self._by_metric(self._manifests)[::-1] if self._is_owner else []
@@ -438,6 +471,7 @@ class TrainingCheckpoints:
                 raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
             damage = [each for each in found if each]
             if not damage:
+                self._steps.training = self._steps.manifest(name).get("training", "")
                 return name, passed
             passed.append(f"{name}: {damage[0]}")
             self._manifests.pop(name, None)
@@ -453,6 +487,7 @@ class TrainingCheckpoints:
         for name in names:
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)
+                self._steps.training = self._manifests[name].get("training", "")
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
@@ -472,6 +507,7 @@ class TrainingCheckpoints:
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
                     raise
+                self._steps.lock()
                 try:
                     READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
                 except CheckpointCorrupt as error:
@@ -543,9 +579,12 @@ class TrainingCheckpoints:
         Raises:
             ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
             CheckpointCorrupt, CheckpointMismatch: as ``restore_latest``.
+            CheckpointLocked: as ``save``.
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
+        self._has_looked = True
+        self._claim()
         chosen = self._choose(lambda name: name.step == to if before is None else name.step < before, best=to == "best")
         if chosen is None:
             raise ConfigError(f"rollback: there is no step {'before ' + str(before) if to is None else to}.")

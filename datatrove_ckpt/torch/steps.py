@@ -1,11 +1,12 @@
 """The folders of ``TrainingCheckpoints``: a saved step is complete or absent.
 
     step-00000100      the newest is the one of the most rollbacks, then steps; after two: step-00000100.2
-      manifest.json    step, metrics; size and xxh128 of each other file; a checksum of itself
+      manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of itself
       input.pt         states of all ranks' loaders; random.pt: of their random generators
       states/model.pt  a state that ``save`` was given
       writer/          what the caller's writer made
-    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced) go. The next start removes them
+    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced) go. The next owner of the lock removes them
+    .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
 In the remote the same without staging: the manifest is written last, and removed first.
@@ -16,9 +17,10 @@ from __future__ import annotations
 import pickle
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import torch
@@ -28,6 +30,9 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.mirror.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Manifest = dict[str, Any]
 
@@ -60,13 +65,34 @@ class Steps:
 
     def __init__(self, folder: Path, remote: str | None) -> None:
         self.folder = folder
+        self.training = ""
+        """Tells the steps of one training from those of another. Steps of before there were such names have none."""
+        self._unlock: weakref.finalize[[], Any] | None = None
         self.store = None if remote is None else ObjectStore(remote)
 
     def make(self) -> None:
         files.disk.make_dirs(self.folder)
 
-    def clean(self) -> None:
-        """Removes what a process left that has ended."""
+    @property
+    def is_locked(self) -> bool:
+        """By this object."""
+        return self._unlock is not None and self._unlock.alive
+
+    def lock(self) -> None:
+        """Before anything is written. Removes what a process left that has ended.
+
+        Raises:
+            CheckpointLocked: another process writes to the folder.
+        """
+        if not self.is_locked:
+            self._unlock = weakref.finalize(self, files.Lock(self.folder / ".lock").release, remove=True)
+            self._clean()
+
+    def unlock(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+
+    def _clean(self) -> None:
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
             if replaced != path and not replaced.exists():  # the new one never took its place
@@ -88,13 +114,13 @@ class Steps:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
     def finish(
-        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], at: float | None = None
+        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], of: Manifest | None = None
     ) -> Manifest:
         """Writes what is not written yet, and makes the step complete.
 
         Args:
             contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
-            at: when it was saved; None: now.
+            of: the manifest of the step that this is a copy of.
         """
         staging, entries = self.folder / f".saving-{name}", dict[str, list[Any]]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
@@ -102,8 +128,8 @@ class Steps:
             files.disk.sync(path)
         for file, content in contents.items():
             entries[file] = _write(staging / file, content)
-        manifest = {"format": _FORMAT, "step": name.step, "rollbacks": name.rollbacks, "at": at or time.time()}
-        manifest |= {"metrics": metrics, "files": entries}
+        manifest = {"format": _FORMAT, "training": self.training, "step": name.step, "rollbacks": name.rollbacks}
+        manifest |= {"at": time.time(), "metrics": metrics} | (of or {}) | {"files": entries}
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
@@ -136,7 +162,7 @@ class Steps:
     def manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if it is missing or damaged."""
         path = self.folder / str(name) / _MANIFEST
-        return _opened(path.read_bytes() if path.is_file() else None, str(path))
+        return _opened(path.read_bytes() if path.is_file() else None, str(path), name)
 
     def check(self, name: StepName) -> None:
         """Reads each file. Raises CheckpointCorrupt if the step is not as it was saved."""
@@ -195,19 +221,32 @@ class Steps:
         found = map(StepName.parse, self.store.names()) if self.store is not None else ()
         return sorted(name for name in found if name is not None)
 
+    def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
+        """Those of complete steps; and the steps that have none."""
+        found, incomplete = dict[StepName, Manifest](), set[StepName]()
+        for name in self.remote_names():
+            try:
+                found[name] = self.remote_manifest(name)
+            except CheckpointCorrupt:
+                incomplete.add(name)
+        return found, incomplete
+
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if it is missing or damaged."""
         assert self.store is not None
-        return _opened(self.store.read(f"{name}/{_MANIFEST}", 64 << 20), f"{self.store.url}/{name}/{_MANIFEST}")
+        return _opened(self.store.read(f"{name}/{_MANIFEST}", 64 << 20), f"{self.store.url}/{name}/{_MANIFEST}", name)
 
     def fetch(self, name: StepName) -> None:
         """Copies a step from the remote into the folder.
 
         Raises:
-            CheckpointCorrupt: it is not complete there, or damaged.
+            CheckpointCorrupt: it is not complete there, or damaged, or of another training.
         """
         assert self.store is not None
-        manifest, staging = self.remote_manifest(name), self.begin(name)
+        manifest = self.remote_manifest(name)
+        if self.training and manifest.get("training", self.training) != self.training:
+            raise CheckpointCorrupt(f"{self.store.url}/{name} is of another training.")
+        staging = self.begin(name)
         try:
             for file, entry in manifest["files"].items():
                 files.disk.make_dirs((staging / file).parent)
@@ -218,29 +257,43 @@ class Steps:
             if isinstance(error, FileNotFoundError):
                 raise CheckpointCorrupt(f"{self.store.url}/{name} lacks a file: {error}.") from error
             raise
-        self.finish(name, {}, manifest["metrics"], manifest["at"])
+        self.finish(name, {}, {}, manifest)
 
     def remove_remote(self, name: StepName) -> None:
         """Removes a step, or what there is of one."""
         assert self.store is not None
         self.store.remove(f"{name}/{_MANIFEST}")
-        for file in self.store.below(str(name)):
-            self.store.remove(file)
+        self.store.remove_below(str(name))
 
 
 def _write(path: Path, content: Any) -> list[Any]:
     """Writes and syncs a file. Returns its size and hash."""
-    file = files.HashedFile(path)
+    file = _File(path)
     try:
         if isinstance(content, Iterator):
             for block in content:
                 file.write(block)
         else:
             torch.save(content, file)
+    except RuntimeError as error:
+        raise file.failed or error from error
     finally:
         file.close()
     files.disk.sync(path)
     return [file.size, file.hexdigest()]
+
+
+class _File(files.HashedFile):
+    """Keeps what the disk said, which torch does not pass on."""
+
+    failed: Exception | None = None
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except Exception as error:
+            self.failed = error
+            raise
 
 
 def blocks(path: Path) -> Iterator[bytes]:
@@ -262,14 +315,18 @@ def _sealed(manifest: Manifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def _opened(data: bytes | None, where: str) -> Manifest:
+def _opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     if data is None:
         raise CheckpointCorrupt(f"{where} is missing.")
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
-        if manifest["format"] == _FORMAT and _sealed(manifest) == data and checksum:
-            return dict(manifest)
+        is_whole = manifest["format"] == _FORMAT and _sealed(manifest) == data and checksum
+        saved = StepName(manifest["rollbacks"], manifest["step"])
     except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise CheckpointCorrupt(f"{where} is damaged, or of another version.")
+        is_whole = False
+    if not is_whole:
+        raise CheckpointCorrupt(f"{where} is damaged, or of another version.")
+    if saved != name:
+        raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
+    return dict(manifest)

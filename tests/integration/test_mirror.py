@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 import pytest
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
@@ -368,6 +369,33 @@ def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
 def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(tmp_path: Path) -> None:
     refuse_the_second(tmp_path, (str(tmp_path / "one"), str(tmp_path / "two")))
     assert all(b"first" in content for content in outputs(tmp_path / "output").values())
+
+
+def test_a_rank_looks_again_before_its_first_file_where_uploads_replace_what_is_there(tmp_path: Path) -> None:
+    """Two jobs run at once, and a store such as S3 refuses nothing."""
+    output_writer = JsonlWriter(f"memory://{tmp_path.name}", "${rank}_${chunk_index}.jsonl", compression=None)
+    one, two = (Job(tmp_path, str(tmp_path / name)) for name in ("one", "two"))
+    two.checkpoints = tmp_path / "second"
+    refused: list[BaseException] = []
+    with FakeServer(hold_after=1) as server:
+
+        def slower() -> None:
+            try:
+                two.run(server, output_writer=output_writer)
+            except OutputMismatch as error:
+                refused.append(error)
+
+        running = threading.Thread(target=slower)
+        running.start()
+        until(lambda: server.asked.total() == 2)
+        with FakeServer() as another_server:
+            one.run(another_server, output_writer=output_writer)
+        folder = output_writer.output_folder
+        written = {name: folder.cat_file(name) for name in folder.list_files()}
+        server.release()
+        running.join(300)
+    assert "is a new checkpoint, which knows none of them" in str(refused[0])
+    assert {name: folder.cat_file(name) for name in folder.list_files()} == written
 
 
 class FailingOnce(object_store.Effects):

@@ -23,7 +23,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
@@ -172,10 +172,11 @@ def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path)
         saved.save(1, model=model)
         with crash_at(number, folder) as disk:
             saved.save(2, model=model)
+        saved.close(raises=False)
         again = checkpoints(folder, keep_last=1, keep_best=0)
         assert again.restore_latest(model=model) in (1, 2), disk.crashed_at
         again.save(3, model=model)
-        left = {path.name for path in folder.iterdir()} - {"history.jsonl"}
+        left = {path.name for path in folder.iterdir()} - {"history.jsonl", ".lock"}
         assert left == {"step-00000003"}, disk.crashed_at
         if disk.crashed_at is None:
             break
@@ -183,9 +184,50 @@ def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path)
     assert number > 20
 
 
+def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_disturbs_none(tmp_path: Path) -> None:
+    model, folder = nn.Linear(2, 2), tmp_path / "run"
+    first, second = checkpoints(folder), checkpoints(folder)
+    assert second.restore_latest(model=model) is None
+    first.save(1, model=model)
+    unfinished = folder / ".saving-step-00000002"
+    unfinished.mkdir()
+    assert checkpoints(folder).restore_latest(model=model) == 1
+    assert unfinished.exists()
+    with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()}|This very process"):
+        second.save(2, model=model)
+    first.close()
+    second.save(2, model=model)
+    assert checkpoints(folder).restore_latest(model=model) == 2
+
+
+def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list[str]) -> None:
+    remote = str(tmp_path / "remote")
+    trained(documents, tmp_path / "one", 24, remote=remote)
+    with pytest.raises(ConfigError, match="remote, holds step-00000024 of an earlier training"):
+        checkpoints(tmp_path / "two", remote=remote).save(1, **Training(documents).states)
+    trained(documents, tmp_path / "two", 5)
+    refused = pytest.raises(StorageFailed, match="step-00000024 of another training is there")
+    with refused, checkpoints(tmp_path / "two", remote=remote) as saved:
+        assert saved.restore_latest() == 4
+        assert "step-00000024 is passed over" in log[0]
+        assert "is of another training" in log[0]
+        assert not any("step-00000012" in line for line in log)
+        saved.save(5, **Training(documents).states)
+    assert "step-00000024" in {path.name for path in Path(remote).iterdir()}
+
+
+def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, log: list[str]) -> None:
+    model = nn.Linear(2, 2)
+    with checkpoints(tmp_path) as saved:
+        saved.save(4, model=model)
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000008")
+    assert checkpoints(tmp_path).restore_latest(model=model) == 4
+    assert "is a copy of step-00000004" in log[0]
+
+
 def test_another_trainings_steps_are_not_mixed_with_new_ones(documents: str, tmp_path: Path) -> None:
     trained(documents, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"run holds step-00000024 of an earlier training\. Call restore_latest\(\)"):
+    with pytest.raises(ConfigError, match=r"step-00000024 of an earlier training\. Call restore_latest\(\)"):
         checkpoints(tmp_path / "run").save(1, **Training(documents).states)
 
 
@@ -374,22 +416,23 @@ def test_tied_weights_and_metadata_are_kept(tmp_path: Path) -> None:
 
 
 class Full(files.Disk):
-    """A disk that is full for a while."""
+    """A disk that is full for a while: a file gets its first ``room`` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
         super().__init__()
-        self.is_full = True
+        self.is_full, self._room = True, room
 
     def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
-        if self.is_full and ".saving-" in str(path):
+        if self.is_full and ".saving-" in str(path) and path.stat().st_size + len(data) > self._room:
             raise StorageFailed(f"Could not write to {path}: {os.strerror(errno.ENOSPC)}.")
         super().write(fd, data, path)
 
 
+@pytest.mark.parametrize("room", [0, 2000])
 def test_a_full_disk_is_named_and_the_training_goes_on(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str], room: int
 ) -> None:
-    expected, disk = trained(documents, tmp_path / "undisturbed"), Full()
+    expected, disk = trained(documents, tmp_path / "undisturbed"), Full(room)
     trained(documents, tmp_path / "run", 6)
     monkeypatch.setattr(files, "disk", disk)
     training = Training(documents)
@@ -437,7 +480,8 @@ def test_a_remote_that_refuses_is_named(
         raise PermissionError("not allowed")
 
     monkeypatch.setattr(object_store.Effects, "put_file", refuses)
-    with pytest.raises(PermissionError), checkpoints(tmp_path / "run", remote=str(tmp_path / "remote")) as saved:
+    refused = pytest.raises(StorageFailed, match=r"step-00000008 is not copied to .*PermissionError: not allowed")
+    with refused, checkpoints(tmp_path / "run", remote=str(tmp_path / "remote")) as saved:
         Training(documents).run(saved, 10)
     assert "step-00000004 is not copied to" in log[0]
     assert "not allowed" in log[0]
@@ -610,14 +654,21 @@ def ranks() -> Ranks:
     return Ranks(free_port)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kills", "steps", "width"),
+    [
+        (4, 100, "64"),
+        pytest.param(50, 1000, "64", marks=pytest.mark.full),
+        pytest.param(50, 200, "1024", marks=pytest.mark.full),
+    ],
+)
 def test_killed_at_random_instants_two_ranks_see_the_same_losses(
-    documents: str, tmp_path: Path, ranks: Ranks, kills: int
+    documents: str, tmp_path: Path, ranks: Ranks, kills: int, steps: int, width: str
 ) -> None:
-    ranks.run(2, documents, tmp_path / "undisturbed", 60)
+    ranks.run(2, documents, tmp_path / "undisturbed", steps, WIDTH=width)
     run, dice = tmp_path / "run", random.Random(kills)
     for _ in range(kills):
-        processes = ranks.start(2, documents, run, 60, SLEEP="0.02", EVERY="2")
+        processes = ranks.start(2, documents, run, steps, SLEEP="0.02", EVERY="2", WIDTH=width)
         before = len(losses_of(run)) if Path(run, "losses-0.jsonl").exists() else 0
         until(lambda before=before: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > before)
         time.sleep(dice.random() * 0.3)
@@ -625,9 +676,8 @@ def test_killed_at_random_instants_two_ranks_see_the_same_losses(
             process.kill()
         for process in processes:
             process.join()
-        if len(losses_of(run)) == 60:
-            break
-    ranks.run(2, documents, run, 60)
+    assert len(losses_of(run)) < steps
+    ranks.run(2, documents, run, steps, WIDTH=width)
     for rank in range(2):
         assert losses_of(run, rank) == losses_of(tmp_path / "undisturbed", rank)
 
@@ -657,7 +707,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Pa
     processes[1].terminate()
     for process in processes:
         process.join(60)
-    assert [process.exitcode for process in processes] == [1, 128 + signal.SIGTERM]
+    assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
     assert max(losses_of(run, 0)) == max(losses_of(run, 1))
     assert checkpoints(run).restore_latest() == max(losses_of(run))
     assert max(losses_of(run)) < 60

@@ -16,15 +16,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
 
-LENGTH, WIDTH = 32, int(os.environ.get("WIDTH", "64"))
+LENGTH = 32
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.drop = nn.Embedding(256, WIDTH), nn.Dropout(0.1)
-        self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, 256)
+        width = int(os.environ.get("WIDTH", "64"))  # 1024: nine million parameters
+        self.embed, self.drop = nn.Embedding(256, width), nn.Dropout(0.1)
+        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.drop(self.embed(tokens))))

@@ -238,7 +238,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
         (_COMMAND.format(["doctor", "none.yaml"]), _OF_A_RUN),
         (_COMMAND.format(["schema"]), _OF_A_RUN),
         ("import datatrove_ckpt.readers", {"datasets"}),
-        ("import datatrove_ckpt.torch", {"torch", "pyarrow", "datasets"}),
+        ("import datatrove_ckpt.torch", {"pyarrow", "datasets"}),
         ("import datatrove_ckpt.rollouts", {"tokenizers", "jsonschema", "referencing"}),
         ("import datatrove_ckpt.run_inference", {"datatrove"}),
         ("import datatrove_ckpt.inference.servers.llamacpp", {"datatrove"}),

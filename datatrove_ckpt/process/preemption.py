@@ -17,7 +17,7 @@ reaches the parent, too, makes it terminate its workers.
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
 restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
 
-What the command does on a signal, alone or with a pool, is in ``cli/interruption.py``.
+What the command does on a signal, alone or with a pool, is in ``cli/execution.py``.
 
 What follows a drain: each signal gets its usual effect, now that the old handlers are restored.
 

@@ -27,13 +27,11 @@ import signal
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from statistics import fmean, pstdev
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -57,6 +55,7 @@ _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT, _RANDOM = "input.pt", "random.pt"
 _SIGNAL = 2.0  # why the ranks stop
+_SAY_SECONDS = 10.0  # after which it is said what the end waits for
 
 
 class TrainingCheckpoints:
@@ -67,8 +66,8 @@ class TrainingCheckpoints:
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
             is copied, as soon as the copy before has ended. A folder without a whole step restores from there.
         every_steps: ``maybe_save`` saves at multiples of it.
-        every_seconds: ``maybe_save`` saves after so many seconds. "auto": Daly's interval, from the measured pause and
-            ``mtbf_seconds``. None: "auto" without ``every_steps``.
+        every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a minute, then Daly's
+            interval, from the measured pause and ``mtbf_seconds``. None: "auto" without ``every_steps``.
         mtbf_seconds: mean time between failures of the whole job, for "auto".
         keep_last: how many of the newest steps stay.
         keep_best: how many stay of those with the lowest ``metrics[best]``.
@@ -128,7 +127,7 @@ class TrainingCheckpoints:
         self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
         self._has_looked = self._has_claimed = False
-        self._look_at, self._looked = 0, (0, time.monotonic())
+        self._last_step, self._look_at, self._looked = 0, 0, (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
 
@@ -164,13 +163,27 @@ class TrainingCheckpoints:
             Exception: it could not be, as ``failure`` says, and ``raises``.
         """
         self._writing.join()
-        self._uploading.join()
-        if self._copies and self._manifests:
-            self._upload()  # once more, if the last copy failed
+        if self._wait_for_copy() and self._copies and self._manifests:
+            self._uploading.start(self._upload)  # once more, if the last copy failed
+            self._wait_for_copy()
         self._steps.unlock()
         self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
+
+    def _wait_for_copy(self) -> bool:
+        """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
+        shutdown, began = self._preemption.shutdown if self._preemption is not None else None, time.monotonic()
+        cause, is_said = shutdown.cause if shutdown is not None else "", False
+        while not self._uploading.join(_LOOK_SECONDS):
+            assert self._steps.store is not None
+            if not is_said and time.monotonic() - began > _SAY_SECONDS:
+                is_said = True
+                logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
+            if shutdown is not None and shutdown.cause != cause:
+                self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
+                return False
+        return True
 
     def _hurry(self) -> None:
         if self._preemption is not None and self._preemption.shutdown.is_fast:
@@ -195,8 +208,10 @@ class TrainingCheckpoints:
             self.save(step, **what)
             self.close(raises=False)
             self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
-            logger.warning(f"The training stops after step {step}{', which is saved' * (self.failure is None)}.")
             assert self._preemption is not None
+            why = self._preemption.shutdown.cause or "another rank stops"
+            is_saved = "saved" if self._not_saved is None else "NOT saved"
+            logger.warning(f"The training stops after step {step}, which is {is_saved} ({why}).")
             if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")
@@ -249,8 +264,8 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; or
-                folder or remote hold steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; the
+                step is before the last one; or folder or remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -259,11 +274,26 @@ class TrainingCheckpoints:
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"save: the step must be an integer from 0 on; it is {step!r}.")
+        if step < self._last_step:
+            raise ConfigError(
+                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
+                "training from the start takes a new folder."
+            )
+        try:
+            numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        self._claim()
-        name = StepName(self._rollbacks, step)
+        name, self._last_step = StepName(self._rollbacks, step), step
+        try:
+            self._claim()
+        except StorageFailed as error:  # of all ranks
+            self._failed(name, error)
+            return
         staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), None if loader is None else loader.state_dict()
+        own = random_state(), _input_state(loader)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -272,7 +302,6 @@ class TrainingCheckpoints:
         contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
-        numbers = {key: float(value) for key, value in (metrics or {}).items()}
         if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
         self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
@@ -295,15 +324,16 @@ class TrainingCheckpoints:
         try:
             if self._is_owner:
                 self._steps.lock()
-                names = [] if self._has_looked else self._steps.names()
-                if self._copies and not self._has_looked:
+                there = dict[StepName, Manifest]()
+                if self._copies:
                     with suppress(Exception):  # a remote that is away is said when the step is copied
-                        names += self._steps.remote_names()
-                if names:
+                        there, _ = self._steps.remote_manifests()
+                if not self._has_looked and (names := [*self._steps.names(), *there]):
                     raise ConfigError(
                         f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
                         "restore_latest() to go on with it, or choose another folder."
                     )
+                self._steps.refuse_others(there)
         except CkptError as error:
             refused = error
         if found := list(filter(None, self._ranks.gather(refused))):
@@ -386,9 +416,7 @@ class TrainingCheckpoints:
             try:
                 self._copied, self._is_copied = name, False
                 there, incomplete = self._steps.remote_manifests()
-                own = self._steps.training
-                if others := [one for one, found in there.items() if found.get("training", own) != own]:
-                    raise ConfigError(f"{max(others)} of another training is there. Choose another remote.")
+                self._steps.refuse_others(there)
                 self._steps.upload(name)
                 self._is_copied, self._not_copied = True, None
             except Exception as error:
@@ -424,15 +452,16 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
-        if getattr(loader, "generator", False) is None:
+        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+        if getattr(inner, "generator", False) is None:
             # Else each iterator's seed would be drawn from torch's generator, also that of an epoch which is resumed.
-            loader.generator = torch.Generator()
+            inner.generator = torch.Generator()
         try:
             chosen = self._choose(lambda name: True)
             if chosen is None:
                 return None
             name, passed = chosen
-            self._rollbacks, self._look_at = name.rollbacks, 0
+            self._rollbacks, self._look_at, self._last_step = name.rollbacks, 0, name.step
             self._load(name, reader, states)
             if loader is not None:
                 self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
@@ -526,6 +555,11 @@ class TrainingCheckpoints:
                 state.load_state_dict(found)
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
+        left = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
+        left -= {f"states/{key}.pt" for key in states}
+        if left and self._ranks.rank == 0:
+            keys = ", ".join(sorted(Path(file).stem for file in left))
+            logger.warning(f"{name} also holds {keys}: not restored, as restore_latest and rollback were not given it.")
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
         self.metrics = self._steps.manifest(name)["metrics"]
@@ -539,12 +573,17 @@ class TrainingCheckpoints:
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
-        if all(state is None for state in found):
+        if None in found:
             raise ConfigError("The step was saved without a loader.")
+        epochs, states = [each["epoch"] for each in found], [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
-            self.epoch = restore(loader, found)
+            self.epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
-            loader.load_state_dict(found[self._ranks.rank])
+            own = states[self._ranks.rank]
+            ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            self.epoch = (epochs[0] or 0) + ended
+            if not ended:
+                loader.load_state_dict(own)
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
@@ -592,9 +631,9 @@ class TrainingCheckpoints:
         self._load(old, reader, states)
         if loader is not None and not skip_input:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
-        own = loader.state_dict() if loader is not None and skip_input else None
+        own = _input_state(loader) if skip_input else None
         inputs = self._ranks.gather(own)
-        self._rollbacks, self._look_at = self._rollbacks + 1, 0
+        self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
@@ -618,28 +657,10 @@ class TrainingCheckpoints:
             self._manifests.pop(name, None)
 
 
-class LossSpikes:
-    """Says when a loss is not like those before. It only advises: ``rollback`` is the caller's decision.
+def _input_state(loader: Any) -> dict[str, Any] | None:
+    from datatrove_ckpt.torch.dataset import epoch_of
 
-    Args:
-        window: with how many losses before it is compared.
-        deviations: so many standard deviations above their mean are a spike.
-    """
-
-    def __init__(self, window: int = 100, deviations: float = 6.0) -> None:
-        self._losses: deque[float] = deque(maxlen=window)
-        self._deviations = deviations
-
-    def add(self, loss: float) -> str:
-        """What is wrong with this loss; "" if nothing is. A spike is not part of the window."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if len(self._losses) >= min(10, self._losses.maxlen or 1):
-            mean, deviation = fmean(self._losses), pstdev(self._losses)
-            if loss > mean + self._deviations * max(deviation, 1e-3 * abs(mean)):
-                return f"the loss {loss:.4g} is far above {mean:.4g}, the mean of the last {len(self._losses)}"
-        self._losses.append(loss)
-        return ""
+    return None if loader is None else {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:
@@ -660,6 +681,8 @@ class _Task:
         else:
             call(*arguments)
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> bool:
+        """Whether the call has ended, at the latest after so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+        return not self.is_running

@@ -400,6 +400,14 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     return epoch
 
 
+def epoch_of(loader: Any) -> int | None:
+    """The epoch of a loader's dataset, if that is one of ours, perhaps in a wrapper such as Accelerate's."""
+    while (loader := getattr(loader, "dataset", None)) is not None:
+        if isinstance(loader, ReaderDataset | StatefulWrapper):
+            return loader._shared.epoch
+    return None
+
+
 def _restore_own(loader: Any, states: list[Any]) -> int:
     """For input that is not counted, and for states of release 0.1: each rank has a state of its own."""
     dataset = loader.dataset

@@ -278,7 +278,7 @@ def test_room_is_for_one_journal_of_each_rank_at_least_and_all_that_may_be_unfin
 SLOWLY = """
 import sys, time
 from datatrove_ckpt.__main__ import main
-from datatrove_ckpt.preflight import probes
+from datatrove_ckpt.preflight import checks
 
 def repeats(seconds, at_most):
     end = time.monotonic() + 2

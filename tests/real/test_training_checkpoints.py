@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     unfinished.mkdir()
     assert checkpoints(folder).restore_latest(model=model) == 1
     assert unfinished.exists()
-    with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()}|This very process"):
+    with pytest.raises(CheckpointLocked, match=f"{folder}: another training.* saves into it: pid {os.getpid()}"):
         second.save(2, model=model)
     first.close()
     second.save(2, model=model)
@@ -206,7 +207,7 @@ def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list
     with pytest.raises(ConfigError, match="remote, holds step-00000024 of an earlier training"):
         checkpoints(tmp_path / "two", remote=remote).save(1, **Training(documents).states)
     trained(documents, tmp_path / "two", 5)
-    refused = pytest.raises(StorageFailed, match="step-00000024 of another training is there")
+    refused = pytest.raises(ConfigError, match="remote holds step-00000024 of another training")
     with refused, checkpoints(tmp_path / "two", remote=remote) as saved:
         assert saved.restore_latest() == 4
         assert "step-00000024 is passed over" in log[0]
@@ -214,6 +215,66 @@ def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list
         assert not any("step-00000012" in line for line in log)
         saved.save(5, **Training(documents).states)
     assert "step-00000024" in {path.name for path in Path(remote).iterdir()}
+
+
+def test_what_a_caller_forgets_is_said(tmp_path: Path, log: list[str]) -> None:
+    model = nn.Linear(2, 2)
+    with checkpoints(tmp_path) as saved:
+        saved.save(8, model=model, optimizer=torch.optim.Adam(model.parameters()))
+    with checkpoints(tmp_path) as saved:
+        assert saved.restore_latest(model=model) == 8
+        assert "also holds optimizer: not restored" in log[0]
+        with pytest.raises(ConfigError, match="step 4 comes after step 8"):
+            saved.save(4, model=model)
+        with pytest.raises(ConfigError, match="must be an integer"):
+            saved.save(9.5, model=model)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="metrics must be numbers"):
+            saved.save(9, model=model, metrics={"loss": None})
+        saved.save(9, model=model, metrics={"accuracy": 0.5})
+        assert "metrics has no 'loss'" not in log[-1]  # said at the first save only
+    with checkpoints(tmp_path / "other") as saved:
+        saved.save(1, model=model, metrics={"accuracy": 0.5})
+    assert "metrics has no 'loss'" in log[-1]
+
+
+def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    def put_file(self: Any, fs: Any, path: str, file: Path) -> None:
+        hangs.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(object_store.Effects, "put_file", put_file)
+    remote = str(tmp_path / "remote")
+    saved = checkpoints(tmp_path, remote=remote, asynchronous=True)
+    with pytest.raises(KeyboardInterrupt), saved:  # noqa: PT012 - its end raises
+        saved.save(1, model=nn.Linear(2, 2))
+        hangs.wait()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert "did not end" in str(saved.failure)
+
+
+class Wrapped:
+    """A loader as Accelerate makes one for several processes: its dataset is not ours."""
+
+    def __init__(self, loader: Any) -> None:
+        self.dataset = SimpleNamespace(dataset=loader.dataset)
+        self.state_dict, self.load_state_dict, self.base_dataloader = loader.state_dict, loader.load_state_dict, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+
+@pytest.mark.parametrize("steps", [12, 16, 20])  # an epoch has 10
+def test_a_wrapped_loader_goes_on_in_its_epoch(documents: str, tmp_path: Path, steps: int) -> None:
+    losses: dict[int, tuple[float, float]] = {}
+    for until_step in (steps, 25):
+        training = Training(documents)
+        training.loader = Wrapped(training.loader)
+        with checkpoints(tmp_path / "run") as saved:
+            training.run(saved, until_step)
+        losses |= training.losses
+    assert losses == trained(documents, tmp_path / "undisturbed")
 
 
 def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, log: list[str]) -> None:

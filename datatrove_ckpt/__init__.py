@@ -92,6 +92,7 @@ def _alias(name: str, target: str) -> ModuleType:
 for _name, _target in {
     "slurm": f"{__name__}.cli.slurm_submit",  # its name in 0.1. Executors that 0.1 pickled, queued in Slurm, import it
     "readers.blocks": f"{__name__}.torch.blocks",
+    "readers.steps": f"{__name__}.readers.shard",  # tasks in a queue import it
     "cli.quiet_errors": f"{__name__}.process.task_errors",  # likewise, before 0.2
     "run_inference": __name__,  # as in datatrove.pipeline.inference
     "types": _TYPES,

@@ -28,7 +28,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried

@@ -53,7 +53,7 @@ from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
-from datatrove_ckpt.process.job_bundle import bundle, own_files, required, version
+from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import log_disabled, own_error, task_of_many
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
@@ -245,7 +245,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         Raises:
             ConfigError: something would be on a job's own disk, or a secret is not set here; or see ``own_files``.
         """
-        from datatrove_ckpt.preflight.job_check import lost_with_disk
+        from datatrove_ckpt.preflight.before_run import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):

@@ -15,8 +15,7 @@ from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, compare
+from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, compare
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance import fork as forks

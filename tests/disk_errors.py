@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import disk_in_place, outputs
 from datatrove_ckpt.testing.crashes import Attempt, assert_equal

@@ -13,7 +13,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.inference.servers.connect import ExternalServers
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.lines import read_lines, read_sealed, sealed_json
 
 
 def content_of(path: Path) -> dict[str, Any]:

@@ -16,6 +16,6 @@ Recovery on one page:
 - After a crash, ``recovery`` (with the table of what each step leaves behind) cuts off torn tails and completes
   interrupted commits. Reading resumes after the longest unbroken run of committed chunks. Documents in a journal, or in
   a chunk committed beyond that run, are skipped. Cached answers are not requested again.
-- A mirror, which is another room, asks at any instant which bytes and rows make up the checkpoint (``snapshot``), and
+- A mirror, which is another room, asks at any instant which bytes and rows make up the checkpoint (``rank_files``), and
   copies them elsewhere.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.forks import Forked
+from datatrove_ckpt.checkpoint.identity import Forked
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.work_stats import WorkStats

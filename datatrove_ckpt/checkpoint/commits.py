@@ -20,12 +20,12 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.journal import Took
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import (
     Json,
     Line,
+    explained,
     is_count,
     is_seconds,
     last_lines,

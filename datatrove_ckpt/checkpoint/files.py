@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 if TYPE_CHECKING:

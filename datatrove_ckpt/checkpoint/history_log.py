@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
@@ -34,7 +33,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     is_progress_line,
     parse_line,
 )
-from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
+from datatrove_ckpt.checkpoint.lines import BODY_AT, explained, last_lines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2

@@ -270,7 +270,7 @@ class Progress(_Record):
         in_flight: requests that a server has now ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents that are in work.
-        silence: of the servers, until now ("out", which lines of older versions lack).
+        silence: of the servers, until now ("out").
         position: how much of the input is done ("pos").
         models: by their names, where there are several ("m").
     """
@@ -307,7 +307,7 @@ class Progress(_Record):
     @classmethod
     def read(cls, data: Json) -> Progress:
         in_flight, waiting, in_work = data["q"]
-        silence = Silence.from_json(data.get("out", ()))
+        silence = Silence.from_json(data["out"])
         documents = DocumentCounts(*data["d"][:_COUNTS])
         numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])  # astuple is slow: it copies deeply
         if not all(is_count(number) for number in numbers):
@@ -316,8 +316,8 @@ class Progress(_Record):
             seconds=Seconds.from_json(data["s"]),
             documents=documents,
             chunks=data["c"],
-            total=WorkCounts.from_json(data["all"], data.get("err", {})),
-            own=WorkCounts.from_json(data["own"], data.get("own_err", {})),
+            total=WorkCounts.from_json(data["all"], data["err"]),
+            own=WorkCounts.from_json(data["own"], data["own_err"]),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,

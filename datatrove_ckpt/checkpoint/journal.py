@@ -22,8 +22,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.lines import Line, is_count, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Line, explained, is_count, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]

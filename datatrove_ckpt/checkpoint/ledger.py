@@ -38,11 +38,9 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_counts,
     sum_delivered,
 )
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.foreign import refuse_missing_run_json
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
-from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run
+from datatrove_ckpt.checkpoint.identity import RESHARDS, not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -61,12 +59,11 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
     rank_folder,
     rank_numbers,
+    refuse_missing_run_json,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.checkpoint.sealed import read_shard
-from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
 OTHERS = "others"
@@ -258,6 +255,12 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
         return found
     if not checkpoints.exists():
         raise ConfigError(f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir.")
+    if steps := [*checkpoints.glob("step-*/manifest.json")]:
+        newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
+        raise ConfigError(
+            f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl says what was saved, "
+            f"restored and not saved; `datatrove-ckpt plan {checkpoints}` says how often to save."
+        )
     raise ConfigError(
         f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
         "that of checkpoints_local_dir."

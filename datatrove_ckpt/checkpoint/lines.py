@@ -10,18 +10,81 @@ reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than `
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import resource
+import sqlite3
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
+from datatrove_ckpt.formatting import byte_size
+from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+
+# What errors of the disk mean: ``StorageFailed``, with what to do.
+
+
+@contextmanager
+def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or ``TooManyOpenFiles``."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        if is_caused_by_limit(error):
+            raise limit_reached(f"Could not {action} {path}") from error
+        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}") from error
+
+
+def _cause(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def too_large() -> str:
+    """What to do about a file that may not grow."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "Its file system takes no larger files: choose a folder on another one, or lower records_per_chunk."
+    return (
+        f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit -f) and run the same "
+        "command again; everything saved so far is kept."
+    )
+
+
+def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+        return "Free some space and run the same command again; everything saved so far is kept."
+    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if code == errno.EFBIG or (is_limited and "disk I/O error" in str(error)):  # as SQLite says it
+        return too_large()
+    if code == errno.ENOENT and action == "make the folder" and Path(path).parent.is_dir():
+        return f"{Path(path).parent} takes no folders. Choose another folder and run the same command again."
+    if _was_removed(error, path):
+        return (
+            "It was removed or moved during the run, or its file system was unmounted. What only it held is "
+            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
+            "it is gone for good, start over with another checkpoints_local_dir, output_folder and logging_dir."
+        )
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
+        return "Make it writable for this user (or choose another folder) and run the same command again."
+    if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        return "A folder has a file's place, or a file a folder's: move it away and run the same command again."
+    return "Check the disk and run the same command again; everything saved so far is kept."
+
+
+def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
+    """SQLite names other causes for it: a database that is only readable, or an I/O error."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOENT, errno.ESTALE)
+    return not Path(path).parent.exists()
+
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object. Its values are ``Any`` because the checkpoint only stores, compares and prints them: a position is
@@ -128,3 +191,59 @@ def is_seconds(value: object) -> bool:
 def is_count(value: object) -> bool:
     """Whether a value from a file is an integer from 0; True and False are none."""
     return type(value) is int and value >= 0
+
+
+# Files that are one JSON object, replaced as a whole, with a checksum of their own: damage is no other setting.
+#
+# ``run.json``, ``job.json``, ``shard.json`` and ``shares.json``. The checksum is that of a line, so it
+# comes first in the file. 0.1.0 wrote none.
+
+SHARD_VERSION = 2
+"""``version`` in ``shard.json``. 1 has no checksum."""
+
+
+def sealed_json(content: Json, indent: bool = True) -> bytes:
+    """A file's bytes. ``indent``: people read it, too."""
+    return seal(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
+
+
+def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
+    """The JSON object in a file's bytes.
+
+    Args:
+        sealed: the values of its ``format`` or ``version`` that have a checksum.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    body = unseal(data)
+    if body is None and data.startswith(PREFIX):
+        raise ValueError("its checksum is wrong: it is damaged, or was edited")
+    content = orjson.loads(data if body is None else body)
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    if body is None and content.get("format", content.get("version")) in sealed:
+        raise ValueError("its checksum is missing: it is damaged, or was edited")
+    return content
+
+
+def sealed_shard(content: Json) -> bytes:
+    """The bytes of a ``shard.json``."""
+    return sealed_json({"version": SHARD_VERSION, **content}, indent=False)
+
+
+def read_shard(path: Path) -> Json:
+    """The content of ``shard.json``; empty if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or holds something else.
+        StorageFailed: it cannot be read.
+    """
+    try:
+        with explained("read", path):
+            return read_sealed(path.read_bytes(), (SHARD_VERSION,)) if path.exists() else {}
+    except ValueError as error:
+        raise CheckpointCorrupt(
+            f"{path} cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
+            "input of this finished rank changes."
+        ) from error

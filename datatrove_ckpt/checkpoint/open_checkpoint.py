@@ -18,14 +18,11 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, PositionGetter, no_position
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.forks import refuse_half_forked
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, refuse_half_forked
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
-from datatrove_ckpt.checkpoint.job import join_job
-from datatrove_ckpt.checkpoint.job_ledger import count_reshards
+from datatrove_ckpt.checkpoint.job import count_reshards, join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -48,11 +45,10 @@ from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
-from datatrove_ckpt.checkpoint.snapshot import Mirror, Snapshot
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.process.shutdown import Shutdown
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
-from datatrove_ckpt.checkpoint.forks import Forked
+from datatrove_ckpt.checkpoint.identity import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
+from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.request_cache import RequestCache, has_answers
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -88,12 +88,6 @@ class ResumePoint:
     def is_fresh(self) -> bool:
         """Whether nothing was done before."""
         return not (self.next_chunk or self.done or self.journals or self.cached)
-
-
-def holds_work(folder: Path) -> bool:
-    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer. Changes nothing."""
-    written = [folder / COMMITS, *(journal_path(folder, index) for index in journal_indices(folder))]
-    return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)
 
 
 def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:

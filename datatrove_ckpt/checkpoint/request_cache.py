@@ -19,20 +19,20 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import orjson
 import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.kept_answers import append_answers
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
+from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 
@@ -420,3 +420,31 @@ def _close(connection: sqlite3.Connection) -> None:
     """Closes a connection whose database may be damaged."""
     with suppress(sqlite3.Error):
         connection.close()
+
+
+# ``answers.jsonl``: the answers of committed documents, if the user keeps them for a fork with another prompt.
+#
+# A commit drops its chunk's rows of the request cache. With ``keep_answers`` they are appended here first, as sealed
+# lines. A crash between the two appends them twice, which does no harm: the rows have keys. Nothing is synced: a power
+# loss costs answers that nobody may ever need, and a damaged line is left out.
+
+
+def append_answers(path: Path, rows: Iterable[tuple[int, str, tuple[int, str, int], bytes | None]]) -> None:
+    """Appends answers: ordinal, document id, key, and JSON of the result. Permanent errors (None) are left out."""
+    lines = [
+        seal(orjson.dumps({"ordinal": ordinal, "doc_id": doc_id, "key": [*key], "result": result.decode()}))
+        for ordinal, doc_id, key, result in rows
+        if result is not None
+    ]
+    if lines:
+        files.disk.append(path, b"".join(lines))
+
+
+def read_answers(path: Path) -> Iterator[tuple[int, str, tuple[int, str, int], bytes]]:
+    """What ``append_answers`` got, in its order. Lines that are damaged are left out."""
+    for _, _, line in scan_lines(path):
+        if line is not None:
+            content = orjson.loads(line.body)
+            rollout_idx, payload_hash, occurrence = content["key"]
+            key = rollout_idx, payload_hash, occurrence
+            yield content["ordinal"], content["doc_id"], key, content["result"].encode()

@@ -24,9 +24,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.forks import FORKED
-from datatrove_ckpt.checkpoint.identity import new_owner, read_run
+from datatrove_ckpt.checkpoint.identity import FORKED, RESHARDS, new_owner, read_run, stamped
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -43,10 +41,8 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, explained, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 _VERSION = 1
@@ -177,7 +173,7 @@ def carry_out(
     for rank, first in plan.answers.items():
         _merge_answers(rank_folder(staged, rank) / CACHE, rank_folder(root, rank) / CACHE, first)
     for rank in plan.retired:
-        _forget_unfinished(rank_folder(root, rank), f"{rank_folder(Path(), rank)}/{SHARD}" in plan.moved)
+        _forget_unfinished(rank_folder(root, rank))
     for rank, source in plan.started.items():
         _start(rank_folder(root, rank) / RUN, rank_folder(root, source) / RUN)
     for folder in [root, *retry_folders(root)]:
@@ -206,11 +202,9 @@ def _merge_answers(staged: Path, path: Path, first: int) -> None:
         cache.sync()
 
 
-def _forget_unfinished(folder: Path, has_record: bool) -> None:
+def _forget_unfinished(folder: Path) -> None:
     if not folder.is_dir():
         return
-    if not has_record:  # the plan is an earlier release's, and this one says how many documents there were to its end
-        files.disk.remove(folder / SHARD)
     for index in journal_indices(folder):
         files.disk.remove(journal_path(folder, index))
     for suffix in ("", *CACHE_LOGS):

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
-from datatrove_ckpt.checkpoint.disk_errors import explained
 from datatrove_ckpt.checkpoint.layout import SHARES
-from datatrove_ckpt.checkpoint.sealed import read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.lines import explained, read_sealed, sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 VERSION = 2
@@ -140,7 +139,7 @@ class Shares:
         """
         try:
             content = read_sealed(data, (VERSION,))
-            if content["version"] not in (1, VERSION):
+            if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']}")
             ranks = {int(rank): [Part.from_json(part) for part in parts] for rank, parts in content["ranks"].items()}
             shares = cls(int(content["round"]), int(content["tasks"]), str(content["input"]), ranks)

@@ -22,11 +22,11 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
-from datatrove_ckpt.checkpoint.disk_errors import too_large
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
+from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -46,7 +46,7 @@ from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.inputs import rows_without_document
+from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later

@@ -25,7 +25,7 @@ from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.preflight.job_check import lost_with_disk
+from datatrove_ckpt.preflight.before_run import lost_with_disk
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
 from datatrove_ckpt.redaction import is_surely_secret, redact

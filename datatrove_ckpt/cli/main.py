@@ -319,7 +319,7 @@ def doctor() -> None:
     _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
     _argument("TIME", "training: how long a save stops it, such as 140s", "--save-cost", type=parse_time),
     _argument("TIME", "training: of a step, such as 2.5s", "--step", type=parse_time),
-    _argument("TIME", "training: from a loss to the next step, such as 5m", "--restart", type=parse_time),
+    _argument("TIME", "training: from a loss to the next step; measured: a restore", "--restart", type=parse_time),
     _argument("SIZE", "training: of a checkpoint, such as 12GB", "--state-size", type=_size),
     _argument("N", "training: --mtbf is of one of so many", "--nodes", type=partial(_count, "nodes")),
     _argument("K", "training: how many checkpoints stay", "--keep", type=partial(_count, "checkpoints")),
@@ -427,7 +427,7 @@ def status() -> None:
 
 
 @_command(
-    "report",
+    "show",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
     _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),
@@ -635,7 +635,7 @@ def reshard() -> None:
     """
 
 
-@_command("schema")
+@_command("full_config")
 def schema() -> None:
     """Print a JSON schema of CONFIG, for editors.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from datatrove_ckpt import operations
 from datatrove_ckpt.checkpoint.commits import repair_command
-from datatrove_ckpt.checkpoint.fields import of_model
+from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.job import name_tasks
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.printing import announce, as_json, say

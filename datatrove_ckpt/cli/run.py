@@ -120,6 +120,8 @@ def plan(arguments: argparse.Namespace) -> int:
     is_folder = arguments.config is not None and Path(arguments.config).is_dir()
     if given or is_folder or not (arguments.config or arguments.overrides):
         return _plan_training(arguments, given, is_folder)
+    if arguments.config is not None and not Path(arguments.config).exists():
+        raise ConfigError(f"{arguments.config}: there is no such file or folder.")
     if arguments.mtbf is None:
         raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h.")
     executor = make_executor(arguments.config, arguments.overrides)

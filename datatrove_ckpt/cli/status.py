@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from datatrove_ckpt.checkpoint.foreign import reshard_command
 from datatrove_ckpt.checkpoint.history_records import ModelWork
+from datatrove_ckpt.checkpoint.layout import reshard_command
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of

@@ -1,6 +1,6 @@
 """``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until it has ended.
 
-A run that is tracked starts this module as a program (``generation/export/tracking.py``), and ends it at any moment.
+A run that is tracked starts this module as a program (``generation/export/exporter.py``), and ends it at any moment.
 """
 
 from __future__ import annotations

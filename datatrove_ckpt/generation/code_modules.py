@@ -25,14 +25,18 @@ from typing import Any, NamedTuple
 from datatrove_ckpt.generation.code_values import (
     Path,
     cells,
+    compile_tree,
     digest,
     folder_of,
     is_of_machine,
     is_unstable,
     key,
+    nested_codes,
+    parse,
     wrapped,
+    write_code,
+    write_tree,
 )
-from datatrove_ckpt.generation.syntax import compile_tree, nested_codes, parse, write_code, write_tree
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout

@@ -55,11 +55,12 @@ from datatrove_ckpt.generation.code_values import (
     digest,
     folder_of,
     key,
+    loaded_names,
     type_name,
     without,
     wrapped,
+    write_code,
 )
-from datatrove_ckpt.generation.syntax import loaded_names, write_code
 
 _DESCRIBING = {
     *("__doc__", "getdoc", "get_type_hints", "__annotations__", "get_annotations", "signature", "getsource"),

@@ -22,7 +22,7 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.job_ledger import retired_ranks
+from datatrove_ckpt.checkpoint.job import retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Sized
 from copy import deepcopy
 
 from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -30,15 +31,80 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
-from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
-from datatrove_ckpt.readers.extent import UNKNOWN, Reached
-from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file
-from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file, steps_before
+from datatrove_ckpt.readers.positions import UNKNOWN, Position, Reached, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
-from datatrove_ckpt.readers.steps import StepRecord
+from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines, StepRecord
+
+# Which steps before the runner may keep something from one document to the next, so that a resume must count.
+#
+# After a resume that seeks, a step sees only the remaining documents: one that counts, samples, removes duplicates or
+# writes what it excludes would then give another result. Of a user's function or class nobody can know, so only the
+# steps listed here are trusted. They were read: each looks at one document at a time.
+
+
+_READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
+# Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random numbers. Not
+# PIIFormatter: it uses its replacements in turn.
+_STATELESS = frozenset(
+    f"datatrove.pipeline.{name}"
+    for name in (
+        "extractors.modular.ReadabilityInscriptis",
+        "extractors.trafilatura.Trafilatura",
+        "filters.c4_filters.C4ParagraphFilter",
+        "filters.c4_filters.C4QualityFilter",
+        "filters.fasttext_filter.FastTextClassifierFilter",
+        "filters.fineweb_quality_filter.FineWebQualityFilter",
+        "filters.gopher_quality_filter.GopherQualityFilter",
+        "filters.gopher_repetition_filter.GopherRepetitionFilter",
+        "filters.language_filter.LanguageFilter",
+        "filters.regex_filter.RegexFilter",
+        "filters.unigram_log_probs.UnigramLogProbFilter",
+        "filters.url_filter.URLFilter",
+        "formatters.ftfy.FTFYFormatter",
+        "formatters.symbol_lines_remover.SymbolLinesFormatter",
+    )
+)
+
+
+def stateful_steps(documents: Iterable[Document]) -> list[str]:
+    """The steps that may keep state, for a log line; the last one of the pipeline first.
+
+    Empty if none may, or if no reader here can seek anyway.
+    """
+    steps: list[str] = []
+    readers: list[BaseReader] = []
+    last = type(documents).__name__
+    for step, last, _ in steps_before(documents):
+        if isinstance(step, BaseReader):
+            readers.append(step)
+        if isinstance(step, SeekingReader):
+            steps += _state_of_reader(step)
+        elif not _is_stateless(step):
+            steps.append(last)
+    if not readers:  # a step hides those before it
+        return steps or [last]
+    return steps if any(isinstance(reader, SeekingReader) for reader in readers) else []
+
+
+def _state_of_reader(reader: SeekingReader) -> list[str]:
+    kind = type(reader)
+    if kind not in _READERS:
+        return [kind.__name__]
+    # datatrove binds an adapter to its reader.
+    adapter = getattr(reader.adapter, "__func__", reader.adapter)
+    if adapter is BaseReader._default_adapter:
+        return []
+    return [f"the adapter {getattr(adapter, '__qualname__', type(adapter).__name__)} of {kind.__name__}"]
+
+
+def _is_stateless(step: object) -> bool:
+    kind = type(step)
+    return f"{kind.__module__}.{kind.__qualname__}" in _STATELESS and getattr(step, "exclusion_writer", None) is None
+
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21

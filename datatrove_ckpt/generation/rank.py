@@ -6,53 +6,59 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datatrove.data import Document
+from datatrove.data import Document, Media
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.media import media_dropper
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.rank_mirror import naming_mirror, open_mirror, restore_from_mirror
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
-from datatrove_ckpt.inference.servers.rank_models import RankModels
-from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.inference.servers.warm import RankModels, one_rank
 from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.writers import check_rank_in_template, check_writable
+from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
-from datatrove_ckpt.process.parent_watch import die_with_parent, note_managers
+from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -339,3 +345,75 @@ class RankMessages:
         if self.retrying and dead:
             return f"If you run the same command again, it tries {plural(dead, 'dead letter')} once more."
         return "If you run the same command again, it has nothing to do."
+
+
+def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
+    """What removes the bytes of media from a finished document, whose other fields stay; None: its writer saves them.
+
+    They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
+    """
+    if writes_media(writer):
+        return None
+    column: Callable[[Document], None] | None = getattr(rollout_fn, "drop_sent", None)
+
+    def drop(document: Document) -> None:
+        for one in document.media or ():
+            if isinstance(one, Media):
+                one.media_bytes = None
+            elif isinstance(one, dict) and one.get("media_bytes") is not None:
+                one["media_bytes"] = None
+        if column is not None:
+            column(document)
+
+    return drop
+
+
+def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
+    """Copies from the mirror the parts of the checkpoint that this node does not have."""
+    if step.checkpoints_remote_dir is not None:
+        from datatrove_ckpt.mirror.restore import restore_rank
+
+        with preemption.interruptible():
+            restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
+
+
+@contextmanager
+def naming_mirror(step: Step) -> Iterator[None]:
+    """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
+        if step.checkpoints_remote_dir is not None and named is not None:
+            from datatrove_ckpt.mirror.job import newest_manifest
+
+            folder = Path(named[0])
+            with suppress(OSError, CkptError):
+                found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
+        if found is None or not found.files:
+            raise
+        raise CheckpointCorrupt(
+            f"{error} The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
+            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again."
+        ) from error
+
+
+def open_mirror(
+    step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
+) -> RemoteMirror | None:
+    """What copies a rank's folder from now on; None without a mirror.
+
+    Raises:
+        CheckpointMismatch: the mirror holds ranks of another run.
+    """
+    if (remote := step.checkpoints_remote_dir) is None:
+        return None
+    from datatrove_ckpt.mirror.job import join_mirrored_job
+    from datatrove_ckpt.mirror.mirror import RemoteMirror
+
+    shared: dict[str, bytes] = {}
+    if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
+        with preemption.interruptible():
+            shared = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
+    url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
+    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, shared)

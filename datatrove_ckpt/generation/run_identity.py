@@ -25,7 +25,7 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity, fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable

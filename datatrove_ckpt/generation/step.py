@@ -16,7 +16,7 @@ from fsspec.utils import get_protocol
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.models import models_of
@@ -32,8 +32,8 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
-from datatrove_ckpt.process.notice import Setting, check_notice
 from datatrove_ckpt.process.pool_signals import drain_pools
+from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.redaction import Veiled
@@ -41,7 +41,7 @@ from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.steps import StepRecord
+    from datatrove_ckpt.readers.shard import StepRecord
 
 OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."

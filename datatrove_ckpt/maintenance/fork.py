@@ -30,13 +30,22 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RunIdentity, decides
-from datatrove_ckpt.checkpoint.forks import FORKED, OF_INPUT, Forked, fork_lock, is_unstarted
-from datatrove_ckpt.checkpoint.identity import compare, new_owner, read_run
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
-from datatrove_ckpt.checkpoint.kept_answers import read_answers
+from datatrove_ckpt.checkpoint.identity import (
+    FORKED,
+    OF_INPUT,
+    RESHARDS,
+    Forked,
+    RunIdentity,
+    compare,
+    decides,
+    fork_lock,
+    is_unstarted,
+    new_owner,
+    read_run,
+    same_value,
+    stamped,
+)
+from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -48,11 +57,8 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.checkpoint.setting_values import same_value
-from datatrove_ckpt.checkpoint.versions import RESHARDS, stamped
+from datatrove_ckpt.checkpoint.lines import Json, explained, sealed_json
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
 _REVISIONS = "dataset_*.json"
@@ -139,7 +145,7 @@ def check_mirror(url: str) -> None:
         ConfigError: the mirror of the new run holds ranks already, or its bucket does not exist.
         StorageFailed: it cannot be read.
     """
-    from datatrove_ckpt.mirror.reading import holds_ranks  # fsspec is slow to import
+    from datatrove_ckpt.mirror.reading import holds_ranks
 
     if holds_ranks(url):
         raise ConfigError(

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.forks import is_unstarted
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
     STUCK_SECONDS,
@@ -30,8 +29,8 @@ from datatrove_ckpt.checkpoint.history_log import (
     downtime,
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
+from datatrove_ckpt.checkpoint.identity import RESHARDS, is_unstarted, mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.job import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -44,7 +43,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.versions import RESHARDS, settings_in
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
 from datatrove_ckpt.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals

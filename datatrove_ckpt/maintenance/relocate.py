@@ -22,13 +22,10 @@ from dataclasses import dataclass, field, replace
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import Change, RunClaim, read_run, records
+from datatrove_ckpt.checkpoint.identity import Change, RunClaim, RunIdentity, read_run, records, stamped
 from datatrove_ckpt.checkpoint.layout import JOB, LOCK, RUN, is_finished
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.checkpoint.versions import stamped
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.maintenance.repair import replace_commits
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report

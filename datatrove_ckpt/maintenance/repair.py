@@ -33,18 +33,16 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits, read_last_chunk, read_whole_commits
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
-from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural, ranges
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, other_run
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.removal import remove_file, remove_output
+from datatrove_ckpt.output.targets import remove_file, remove_output
 
 _BLOCK = 1 << 20
 

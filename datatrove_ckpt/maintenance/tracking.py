@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, parse_history
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import read_run, settings_in
 from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import find_ranks
-from datatrove_ckpt.checkpoint.versions import settings_in
 from datatrove_ckpt.config.monitoring import MonitoringConfig, TrackedJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance.where import Place, runner_arguments

@@ -37,23 +37,18 @@ import xxhash
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.forks import is_unstarted
-from datatrove_ckpt.checkpoint.identity import compare, read_run
-from datatrove_ckpt.checkpoint.job import name_tasks
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
+from datatrove_ckpt.checkpoint.identity import RESHARDS, RunIdentity, comparable, compare, is_unstarted, read_run
+from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
 from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.setting_values import comparable
-from datatrove_ckpt.checkpoint.versions import RESHARDS
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import number_range, plural
-from datatrove_ckpt.output.column_types import Misfit, Schema, misfits, read_schema
+from datatrove_ckpt.output.arrow_types import Misfit, Schema, misfits, read_schema
+from datatrove_ckpt.output.committed import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
-from datatrove_ckpt.output.listing import FoundFiles, file_problem, stray_advice
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import failure_line, file_system_call, http_status

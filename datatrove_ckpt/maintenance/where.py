@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets, same_value
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, is_count
-from datatrove_ckpt.checkpoint.setting_values import same_value
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import plural

@@ -17,8 +17,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import parse_run
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_shares, upload_shares

@@ -15,8 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import compare, parse_run, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, way_back
 from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journal, is_rank, rank_folder
 from datatrove_ckpt.checkpoint.lines import Json, seal, unseal

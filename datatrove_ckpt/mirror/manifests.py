@@ -36,7 +36,7 @@ import orjson
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import check_run
+from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     DEAD_LETTERS,
@@ -50,7 +50,6 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
-from datatrove_ckpt.checkpoint.versions import WRITTEN_BY, check_format
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key

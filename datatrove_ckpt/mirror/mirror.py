@@ -1,6 +1,6 @@
 """RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the other.
 
-A version is the checkpoint at one instant of the storage thread's order of effects (``checkpoint/snapshot.py``). Each
+A version is the checkpoint at one instant of the storage thread's order of effects (``checkpoint/rank_files.py``). Each
 upload sends only what is new: files only grow, so their new bytes become a new object, and so do new answers of
 unfinished documents. Then it writes the manifest, which completes the version, and removes what the last three versions
 do not need. A kill in between leaves the version before intact, and objects that nobody needs. The next process removes
@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.checkpoint.snapshot import Snapshot, Source
+from datatrove_ckpt.checkpoint.rank_files import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,

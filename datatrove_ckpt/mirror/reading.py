@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.sealed import sealed_json
+from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_shares
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions

@@ -42,8 +42,8 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,

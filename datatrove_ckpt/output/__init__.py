@@ -4,20 +4,16 @@
     writers.py         a writer of the user: what is refused, whether it can write a document, without deep copies
     formats.py         the formats whose files can be read again
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
-    targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub
-    hub.py             a folder on the Hugging Face hub, and what lies there
-    hub_access.py      whether a job may write there: repository, token and branch
+    targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub; removal
+    hub.py             a folder on the Hugging Face hub, what lies there, and whether a job may write there
     hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
-    removal.py         removes files; from the hub in one commit
     hub_writers.py     datatrove's writers for the hub, without their own uploads
     stoppable.py       calls that a rank which stops leaves behind
     names.py           file names: filled in from documents, checked, and recognised in a listing
-    listing.py         which files lie in an output folder, and how large they are
-    committed.py       compares them with what the commits of a checkpoint name
+    committed.py       lists an output folder, and compares it with what the commits of a checkpoint name
     folders.py         folders that must differ: output, checkpoint, input, other steps' output
     documents.py       a document as bytes and back, types included
-    column_types.py    the column types of a Parquet chunk, and whether chunks load as one dataset
-    arrow_types.py     the Arrow type of values, and whether values fit a given one
+    arrow_types.py     the Arrow type of values; the column types of a chunk, and whether chunks load as one dataset
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
 """

@@ -24,27 +24,27 @@ from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import was_restored
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NotUnited, vectors_plain, watch_schema
-from datatrove_ckpt.output.column_types import (
+from datatrove_ckpt.output.arrow_types import (
     OWN_SCHEMA_ADVICE,
     SCHEMA_ADVICE,
     ColumnTypes,
+    NotUnited,
     RankColumns,
     Schema,
     WrongGuess,
     infers_schema,
     name_culprit,
     read_schema,
+    vectors_plain,
     warning,
+    watch_schema,
 )
-from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import make_target
@@ -211,7 +211,7 @@ class ChunkOutput:
 
 # Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them.
 #
-# See ``column_types`` for what that schema is, and why.
+# See ``arrow_types`` for what that schema is, and why.
 
 
 class ChunkWriting:

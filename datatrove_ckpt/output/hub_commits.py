@@ -37,9 +37,9 @@ from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import duration, plural, ranges
+from datatrove_ckpt.output.committed import OTHER_JOB, FoundFiles
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
-from datatrove_ckpt.output.listing import OTHER_JOB, FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import Attempts, RetryPolicy, http_status, library_line

@@ -23,7 +23,7 @@ from __future__ import annotations
 import filecmp
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,18 +35,17 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.output.committed import RankCommits
+from datatrove_ckpt.output.committed import FoundFiles, RankCommits
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, remove_files
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import RetryPolicy, failure_line, http_status, lacks_credentials, s3_code
+from datatrove_ckpt.retrying import RetryPolicy, failure_line, file_system_call, http_status, lacks_credentials, s3_code
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
@@ -374,3 +373,40 @@ def _advice(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
         return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
     return f"Check the network and the server. {kept}."
+
+
+# Removes output files; from a repository on the hub many in one commit, because commits are few.
+
+
+def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist.
+
+    Raises:
+        OutputFailed, StorageFailed: they could not be removed.
+    """
+    if (hub := HubFolder.of(folder)) is not None:
+        remove_files(hub, names)
+        return
+    for name in names:
+        remove_file(folder, name)
+
+
+def remove_file(folder: DataFolder, name: str) -> None:
+    """Removes a file that is not on the hub, if it exists.
+
+    Raises:
+        OutputFailed, StorageFailed: it could not be removed.
+    """
+    if folder.is_local():
+        files.disk.remove(Path(folder.resolve_paths(name)))
+        return
+    try:
+        with file_system_call():
+            folder.rm_file(name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        where = folder.resolve_paths(name)
+        raise OutputFailed(
+            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+        ) from error

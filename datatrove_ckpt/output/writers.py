@@ -23,7 +23,7 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.column_types import infers_schema, trial_schema
+from datatrove_ckpt.output.arrow_types import infers_schema, trial_schema
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,

@@ -27,19 +27,19 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
-from datatrove_ckpt.generation.document_limit import most_documents
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.scheduler import most_documents
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.formats import FORMATS
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import fields_of_documents, writer_name
 from datatrove_ckpt.output.writers import check_writable
-from datatrove_ckpt.preflight.before_run import check_output, check_steps, committed_here
+from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
+    REMOTE_SECONDS,
     Finding,
     Need,
     State,
@@ -51,10 +51,7 @@ from datatrove_ckpt.preflight.checks import (
     tried,
     within,
 )
-from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_workers
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
-from datatrove_ckpt.preflight.job_check import check_job
-from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
+from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_inputs_unchanged, check_workers
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.runner import InferenceRunner

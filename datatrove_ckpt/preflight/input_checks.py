@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from loguru import logger
 
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.shares import Shares, read_shares
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.preflight.checks import Finding, within
-from datatrove_ckpt.preflight.inputs import check_codecs
-from datatrove_ckpt.preflight.probes import REMOTE_SECONDS
+from datatrove_ckpt.generation.run_identity import code_of
+from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.hub_messages import is_on_hub
-from datatrove_ckpt.readers.inputs import list_input
-from datatrove_ckpt.readers.no_documents import NoDocument, explain
-from datatrove_ckpt.readers.positions import position_of
+from datatrove_ckpt.readers.input_errors import NoDocument, explain, is_on_hub
+from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.positions import Reading, position_of
+from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.readers.shard import (
+    FileRecord,
+    ReaderRecord,
+    ShardRecord,
+    SkippedLines,
+    describe_pipeline,
+    differences,
+)
 from datatrove_ckpt.retrying import failure_line
 
 _SAMPLE_DOCUMENTS = 100
@@ -253,3 +266,198 @@ def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int
         return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
     said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
     return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
+
+
+# Whether finished ranks would read today what they have read.
+#
+# datatrove skips a finished rank, so a changed input would be noticed by nobody: the old output would stand for it. An
+# unfinished rank checks its input itself when it resumes (see ``readers/inputs.py``), and may see changes in what it
+# has not read yet. A finished rank that has lost its completion marker resumes, too, and reads new files; its own check
+# does not see that a file was replaced by one of the same size, so this is checked here.
+
+_NAMED_FILES = 10
+_OTHER_CONTENT = "has other content"
+_AS_ANOTHER_RUN = (
+    "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its own."
+)
+
+
+def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
+    """Refuses compressed input files whose package is not installed. ``reader``: any step with a ``data_folder``.
+
+    Raises:
+        ConfigError: names a file and the package.
+    """
+    compression = getattr(reader, "compression", None)
+    for name in names:
+        if advice := missing_codec(compression, name):
+            raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
+
+
+def note_steps(plan: RunPlan) -> None:
+    """Tells each runner the steps before it, for the records of the ranks that will finish."""
+    if plan.depends is not None:
+        note_steps(plan.depends)
+    for runner in plan.runners:
+        runner.step.steps_before = describe_pipeline(runner.before, code_of)
+
+
+def check_inputs_unchanged(plan: RunPlan) -> int:
+    """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
+
+    Returns the number of files that were compared.
+
+    Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
+    sources that are no files. A retry of dead letters does not need the input: it may be gone as a whole, and a
+    dataset is not opened.
+
+    Raises:
+        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
+        OSError: the input cannot be listed.
+    """
+    compared = 0
+    for runner in plan.runners:
+        if (root := runner.root) is None or not (records := _records(plan, root)):
+            continue
+        is_retry = runner.step.retry_dead_letters
+        if not is_retry:  # a retry does not run the steps before it
+            _check_steps(runner.before, records)
+        if plan.waits:
+            continue  # another executor has yet to create the input
+        readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
+        records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
+        if not records:
+            continue
+        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))  # a retry does not read the input
+        shares = read_shares(root)
+        with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
+            for number, reader in enumerate(readers):
+                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
+                    continue  # a listing would open the dataset
+                if is_retry and _is_gone(reader):
+                    logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
+                    continue
+                read = {rank: record.readers[number] for rank, record in records}
+                compared += _check_reader(plan.tasks, reader, read, resuming, shares)
+    return compared
+
+
+def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
+    """What each finished rank has read, if a record tells; also those of an earlier, larger number of tasks."""
+    records = []
+    for rank in rank_numbers(root) if root.is_dir() else []:
+        folder = rank_folder(root, rank)
+        record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
+        # Another number of tasks is refused as such, and not for the files that each rank would get by it.
+        if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
+            records.append((rank, record))
+    return records
+
+
+def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
+    listed = describe_pipeline(pipeline, code_of)
+    changed = {rank: differences(record.pipeline, listed) for rank, record in records if record.pipeline is not None}
+    ranks = [rank for rank, lines in changed.items() if lines]
+    if ranks:
+        lines = "\n  ".join(changed[ranks[0]])
+        raise CheckpointMismatch(
+            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the input:\n  {lines}\n"
+            "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
+            f"{_AS_ANOTHER_RUN}"
+        )
+
+
+def _who(ranks: Sequence[int]) -> str:
+    others = len(ranks) - 1
+    return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
+
+
+def _check_reader(
+    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int], shares: Shares | None
+) -> int:
+    """Returns the number of files that were compared."""
+    # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
+    is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
+    inputs = None if is_whole else list_input(reader)
+    if shares is not None and inputs is not None:
+        shares.of(0).check_input(inputs.names)
+    now = then = {file.name: file for record in records.values() for file in record.files}
+    if inputs is not None:
+        known = [index for index, name in enumerate(inputs.names) if name in then]
+        now = {file.name: file for file in sample_files(inputs, known)}
+    removed = {name for name in then if name not in now or now[name].size == MISSING}
+    compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
+    changed = {name: text for name, text in compared.items() if text}
+    added, options = set[str](), dict[str, str]()
+    ranks = []  # those that something of it concerns
+    options_now, seed = options_of(reader), getattr(reader, "shuffle_seed", None)
+    for rank, record in records.items():
+        read = {file.name for file in record.files}
+        if rank in resuming:
+            if any(changed.get(name) == _OTHER_CONTENT for name in read):
+                ranks.append(rank)
+            continue
+        names: Sequence[str]
+        if inputs is None:
+            names = [file.name for file in record.files]
+        elif shares is None:
+            names = inputs.of_rank(rank, tasks).names
+        else:  # part of a file is compared as the whole of it, by the rank that has its end
+            names = [part.name for part in shares.of(rank).parts if part.end is None or part.name in read]
+        names = names if seed is None else shuffled_names(names, seed)
+        would_read = set(names[: len(record.files)] if record.limited else names)
+        added |= would_read - read
+        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
+        if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
+            ranks.append(rank)
+    if ranks:
+        all_finished = {*range(tasks)} <= records.keys() - resuming
+        where = "added" if all_finished else "added, or moved here from another rank"
+        lines = [
+            *_line("removed", map(repr, sorted(removed))),
+            *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
+            *_line(where, map(repr, sorted(added - then.keys()))),
+            *(f"  {name}: {text}" for name, text in options.items()),
+        ]
+        raise CheckpointMismatch(
+            f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
+            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
+            + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, "
+            + f"or {_AS_ANOTHER_RUN}"
+        )
+    touched = sum(then[name].modified != now[name].modified for name in compared)
+    if touched:
+        logger.warning(
+            f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "
+            "change is another, size and samples of the content are the same. They are taken as unchanged."
+        )
+    return len(then)
+
+
+def _is_gone(reader: BaseDiskReader) -> bool:
+    try:
+        return not list_input(reader).names
+    except (FileNotFoundError, InputError):  # such as a repository on the hub
+        return True
+
+
+def _difference(then: FileRecord, now: FileRecord) -> str:
+    if then.size != now.size:
+        return f"had {then.size} bytes, has {now.size}"
+    return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
+
+
+def _line(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
+    return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"] if names else []
+
+
+def rows_without_document(root: Path) -> SkippedLines:
+    """The lines and rows of the whole input that were no documents."""
+    skipped = SkippedLines()
+    for rank in rank_numbers(root):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        skipped += record.skipped if record else SkippedLines()
+    return skipped

@@ -43,9 +43,9 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.output.listing import list_output
+from datatrove_ckpt.output.committed import list_output
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
-from datatrove_ckpt.output.removal import remove_output
+from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.preflight.migrated_rank import Rank, Theirs, build, judge
 from datatrove_ckpt.preflight.run_plan import RunPlan
 

@@ -30,8 +30,7 @@ from datatrove_ckpt.checkpoint.interval import (
 )
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import byte_size, duration
-from datatrove_ckpt.preflight.checks import commits_each_write, file_system, within
-from datatrove_ckpt.preflight.probes import (
+from datatrove_ckpt.preflight.checks import (
     LARGE_GROUP,
     LARGE_OBJECT,
     REMOTE_SECONDS,
@@ -40,9 +39,12 @@ from datatrove_ckpt.preflight.probes import (
     DiskCost,
     Quantiles,
     UploadCost,
+    commits_each_write,
+    file_system,
     measure_disk,
     measure_upload,
     probe_folder,
+    within,
 )
 from datatrove_ckpt.runner import InferenceRunner
 

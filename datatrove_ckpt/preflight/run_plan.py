@@ -17,7 +17,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
@@ -215,7 +215,7 @@ def checkpoints_seen(
 
 
 def _copy(url: str, folder: Path) -> None:
-    from datatrove_ckpt.mirror.reading import MirrorReader, resharded  # slow to import
+    from datatrove_ckpt.mirror.reading import MirrorReader, resharded
 
     if (newer := resharded(url)) is not None:
         raise ConfigError(

@@ -8,12 +8,20 @@ hidden files, environments         never
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
 import os
+import re
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.formatting import byte_size
+from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _ENVIRONMENT = {"pyvenv.cfg", "conda-meta"}
 _NO_CODE = {"__pycache__", "site-packages"}
@@ -59,3 +67,68 @@ def _files(package: Path) -> Iterator[Path]:
             kept = name.endswith(".py") or (folder in regular and not name.endswith(".pyc"))
             if kept and not name.startswith(".") and (file := Path(folder, name)).is_file():
                 yield file
+
+
+# What a Hugging Face Job gets of this machine: what to install, and a zip of this package and the user's modules.
+
+
+_SAME = ("datatrove", "dill", "huggingface_hub")
+_MOST_BYTES = 10 * 2**20  # of the user's own modules
+
+
+def version() -> str:
+    return importlib.metadata.version("datatrove-ckpt")
+
+
+def required(*extras: str) -> list[str]:
+    """What the package requires, with these extras. What reads and writes pickles has the versions of this machine.
+
+    Raises:
+        ConfigError: the client of the hub is missing here.
+    """
+    found = []
+    for one in importlib.metadata.requires("datatrove-ckpt") or []:
+        extra = re.search(r"extra == ['\"](\w+)", one)
+        if extra is None or extra[1] in extras:
+            found.append(one.partition(";")[0].strip() if extra else one)
+    try:
+        return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError("JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'") from error
+
+
+def bundle() -> bytes:
+    """A zip of the package as it is here, and of the user's own modules. Errors: as ``own_files``."""
+    package = Path(__file__).parents[1]
+    files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
+    contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}
+    metadata = importlib.metadata.distribution("datatrove-ckpt").read_text("METADATA") or ""
+    contents[f"datatrove_ckpt-{version()}.dist-info/METADATA"] = metadata.encode()
+    contents |= own_files()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in contents.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def own_files() -> dict[str, bytes]:
+    """
+    Raises:
+        ConfigError: the user's own modules are too large, or one holds what may be a secret.
+    """
+    files = {name: path for module in own_modules().values() for name, path in module.items()}
+    sizes = {path: path.stat().st_size for path in files.values()}
+    if (total := sum(sizes.values())) > _MOST_BYTES:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise ConfigError(
+            f"executor: the imported modules and packages beside the script or in the working folder have "
+            f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The largest file is "
+            f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs need of it, to a URL."
+        )
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    for name, data in contents.items():
+        text = data.decode(errors="replace")
+        if redact(text) != text or is_surely_secret("", text):
+            raise ConfigError(f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use secrets.")
+    return contents

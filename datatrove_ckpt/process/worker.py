@@ -17,7 +17,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.parent_watch import die_with_parent
+from datatrove_ckpt.process.pool_signals import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
 from datatrove_ckpt.redaction import HiddenDict
 

@@ -5,12 +5,11 @@
     tables.py          ParquetReader, IpcReader; files of Arrow and Parquet, opened; rows taken out of tables
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
-    positions.py       how a position gets from a document to the checkpoint and back
+    positions.py       how a position gets from a document to the checkpoint and back; how much is done
     inputs.py          the files of an input: listed, recorded, and still those that the position was made for
-    extent.py          how much of the input is done: for percent and time left
     compressed.py      compressed files as streams; a damaged one is an error
-    no_documents.py    explains an input that has rows but no document
-    pipeline.py        the steps before a runner: their readers, and their stats; steps.py: their description
+    input_errors.py    explains an input that has rows but no document
+    pipeline.py        the steps before a runner: their readers, and their stats; shard.py: their description
     permutations.py    shuffled orders
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files

@@ -25,8 +25,7 @@ from tqdm import tqdm
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.hub_messages import naming_hub_input, no_files
+from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -39,12 +38,13 @@ from datatrove_ckpt.readers.inputs import (
     shuffled_names,
     until_end,
 )
-from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
+    FileExtent,
     FilePosition,
     FileRead,
     FileState,
+    InputExtent,
     Position,
     PositionedDocument,
     ReaderStart,

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers.hub_messages import explain_hub_error
+from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.tables import take_rows
 from datatrove_ckpt.retrying import http_status

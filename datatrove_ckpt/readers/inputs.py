@@ -29,11 +29,17 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers.extent import FileExtent
-from datatrove_ckpt.readers.hub_messages import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import ALL_ROWS, PLAIN_INTEGER, FilePosition, FileRead, State, in_pipeline
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
-from datatrove_ckpt.readers.steps import plain_settings
+from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
+from datatrove_ckpt.readers.positions import (
+    ALL_ROWS,
+    PLAIN_INTEGER,
+    FileExtent,
+    FilePosition,
+    FileRead,
+    State,
+    in_pipeline,
+)
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, plain_settings
 
 _NAME_BYTES = 64
 _UNEVEN = 0.01

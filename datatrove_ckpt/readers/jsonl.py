@@ -34,9 +34,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.hub_messages import naming_hub_input
+from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_array
 from datatrove_ckpt.readers.inputs import remedy
-from datatrove_ckpt.readers.no_documents import refuse_array
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped

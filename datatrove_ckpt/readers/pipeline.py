@@ -29,15 +29,14 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.sealed import read_shard
+from datatrove_ckpt.checkpoint.lines import read_shard
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.input_errors import refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import Inputs, list_input, record_reader
-from datatrove_ckpt.readers.no_documents import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading, State
-from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.steps import StepRecord
+from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord, StepRecord
 
 STATS = "stats"
 """Where a position holds them. Readers do not look at it."""

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.hub_messages import naming_hub_input
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
 from datatrove_ckpt.readers.shard import Skipped
@@ -134,22 +134,9 @@ class RetryingFile:
         return getattr(self._file, name)
 
 
-class _Group(NamedTuple):
-    """One group of a shuffled file.
-
-    Attributes:
-        turn: groups started, with this one.
-        group: its number in the file.
-        rows: how many it has.
-        held: how many may be in memory at once.
-        pick: reads the rows with these numbers: a batch, and for each of them its place there.
-    """
-
-    turn: int
-    group: int
-    rows: int
-    held: int
-    pick: Callable[[Numbers], tuple[Batch, Numbers]]
+_Group: TypeAlias = tuple[int, int, int, int, "Callable[[Numbers], tuple[Batch, Numbers]]"]
+"""One group of a shuffled file: groups started, with this one; its number in the file; how many rows it has; how many
+may be in memory at once; and what reads the rows with these numbers: a batch, and for each of them its place there."""
 
 
 class _TableReader(SeekingReader):
@@ -307,7 +294,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                 group = groups[turn - 1]
                 held = max(_CONVERTED_ROWS, group.num_rows * _HELD_BYTES // max(1, group.total_byte_size))
                 pick = partial(self._pick, file, order[turn - 1], group.num_rows)
-                yield _Group(turn, order[turn - 1], group.num_rows, held, pick)
+                yield turn, order[turn - 1], group.num_rows, held, pick
 
     def _pick(self, file: pq.ParquetFile, group: int, length: int, rows: Numbers) -> tuple[Batch, Numbers]:
         """These rows of a group in the order of the file, and where each of them is there."""
@@ -390,7 +377,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
     def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
         for turn, number, batch in self._groups(name, started - 1, seed):
-            yield _Group(turn + 1, number, batch.num_rows, batch.num_rows, partial(_pick_all, batch))
+            yield turn + 1, number, batch.num_rows, batch.num_rows, partial(_pick_all, batch)
 
 
 def _pick_all(batch: Batch, rows: Numbers) -> tuple[Batch, Numbers]:

@@ -208,8 +208,10 @@ class TrainingCheckpoints:
             self.save(step, **what)
             self.close(raises=False)
             self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
-            logger.warning(f"The training stops after step {step}{', which is saved' * (self.failure is None)}.")
             assert self._preemption is not None
+            why = self._preemption.shutdown.cause or "another rank stops"
+            is_saved = "saved" if self._not_saved is None else "NOT saved"
+            logger.warning(f"The training stops after step {step}, which is {is_saved} ({why}).")
             if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")
@@ -272,6 +274,8 @@ class TrainingCheckpoints:
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"save: the step must be an integer from 0 on; it is {step!r}.")
         if step < self._last_step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
@@ -282,9 +286,12 @@ class TrainingCheckpoints:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        self._claim()
-        self._last_step = step
-        name = StepName(self._rollbacks, step)
+        name, self._last_step = StepName(self._rollbacks, step), step
+        try:
+            self._claim()
+        except StorageFailed as error:  # of all ranks
+            self._failed(name, error)
+            return
         staging = self._steps.folder / f".saving-{name}"
         own = random_state(), _input_state(loader)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
@@ -317,15 +324,16 @@ class TrainingCheckpoints:
         try:
             if self._is_owner:
                 self._steps.lock()
-                names = [] if self._has_looked else self._steps.names()
-                if self._copies and not self._has_looked:
+                there = dict[StepName, Manifest]()
+                if self._copies:
                     with suppress(Exception):  # a remote that is away is said when the step is copied
-                        names += self._steps.remote_names()
-                if names:
+                        there, _ = self._steps.remote_manifests()
+                if not self._has_looked and (names := [*self._steps.names(), *there]):
                     raise ConfigError(
                         f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
                         "restore_latest() to go on with it, or choose another folder."
                     )
+                self._steps.refuse_others(there)
         except CkptError as error:
             refused = error
         if found := list(filter(None, self._ranks.gather(refused))):
@@ -408,9 +416,7 @@ class TrainingCheckpoints:
             try:
                 self._copied, self._is_copied = name, False
                 there, incomplete = self._steps.remote_manifests()
-                own = self._steps.training
-                if others := [one for one, found in there.items() if found.get("training", own) != own]:
-                    raise ConfigError(f"{max(others)} of another training is there. Choose another remote.")
+                self._steps.refuse_others(there)
                 self._steps.upload(name)
                 self._is_copied, self._not_copied = True, None
             except Exception as error:

@@ -27,8 +27,8 @@ import torch
 import xxhash
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.disk_errors import explained
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, ConfigError, VersionMismatch
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -84,9 +84,18 @@ class Steps:
         Raises:
             CheckpointLocked: another process writes to the folder.
         """
-        if not self.is_locked:
-            self._unlock = weakref.finalize(self, files.Lock(self.folder / ".lock").release, True)
-            self._clean()
+        if self.is_locked:
+            return
+        path = self.folder / ".lock"
+        try:
+            self._unlock = weakref.finalize(self, files.Lock(path).release, True)
+        except CheckpointLocked:
+            holder = files.name_holder(files.lock_holder(path) or {})
+            raise CheckpointLocked(
+                f"{self.folder}: another training, or an earlier process of this one, saves into it: {holder}. Stop "
+                "it, or choose another folder."
+            ) from None
+        self._clean()
 
     def unlock(self) -> None:
         if self._unlock is not None:
@@ -160,7 +169,7 @@ class Steps:
         return sorted(name for path in self.folder.iterdir() if (name := StepName.parse(path.name)) is not None)
 
     def manifest(self, name: StepName) -> Manifest:
-        """Raises CheckpointCorrupt if it is missing or damaged."""
+        """Raises CheckpointCorrupt if it is missing or damaged, VersionMismatch if another version wrote it."""
         path = self.folder / str(name) / _MANIFEST
         return _opened(path.read_bytes() if path.is_file() else None, str(path), name)
 
@@ -235,6 +244,12 @@ class Steps:
         """Raises CheckpointCorrupt if it is missing or damaged."""
         assert self.store is not None
         return _opened(self.store.read(f"{name}/{_MANIFEST}", 64 << 20), f"{self.store.url}/{name}/{_MANIFEST}", name)
+
+    def refuse_others(self, there: dict[StepName, Manifest]) -> None:
+        """Raises ConfigError if a step in the remote is of another training."""
+        own = self.training
+        if self.store is not None and (others := [one for one in there if own != there[one].get("training", own)]):
+            raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
 
     def fetch(self, name: StepName) -> None:
         """Copies a step from the remote into the folder.
@@ -321,12 +336,14 @@ def _opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
-        is_whole = manifest["format"] == _FORMAT and _sealed(manifest) == data and checksum
+        is_whole, version = _sealed(manifest) == data and checksum, manifest["format"]
         saved = StepName(manifest["rollbacks"], manifest["step"])
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False
     if not is_whole:
-        raise CheckpointCorrupt(f"{where} is damaged, or of another version.")
+        raise CheckpointCorrupt(f"{where} is damaged.")
+    if version != _FORMAT:  # no older step may take its place
+        raise VersionMismatch(f"{where} is of another version of this package ({version}, not {_FORMAT}).")
     if saved != name:
         raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
     return dict(manifest)

@@ -32,7 +32,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.generation import document_limit
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.process.memory import media_bytes
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.bench.measure import ROOT, table
@@ -139,7 +139,7 @@ def run_one(way: str, number: int, folder: Path, url: str, at_once: int) -> dict
     before = _resident()
     config = InferenceConfig("endpoint", "mock", endpoint_url=url, max_concurrent_generations=at_once)
     rollout: Any = own_base64 if way == "own" else PromptRollout(images="media", media_folder=str(folder))
-    unlimited = mock.patch.object(document_limit, "media_bytes", return_value=sys.maxsize)
+    unlimited = mock.patch.object(scheduler, "media_bytes", return_value=sys.maxsize)
     started, cpu = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as kept, unlimited if way == "own" else contextlib.nullcontext():
         writer = JsonlWriter(f"{kept}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)

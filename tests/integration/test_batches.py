@@ -15,7 +15,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.document_limit import most_documents
+from datatrove_ckpt.generation.scheduler import most_documents
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE

@@ -21,11 +21,10 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.preflight import checks, doctor, probes
-from datatrove_ckpt.preflight.checks import FilesystemTraits, Finding, check_remote
+from datatrove_ckpt.preflight import checks, doctor
+from datatrove_ckpt.preflight.checks import PROBE, FilesystemTraits, Finding, check_remote
 from datatrove_ckpt.preflight.doctor import estimate
 from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.preflight.probes import PROBE
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import FakeServer
@@ -279,7 +278,7 @@ def test_room_is_for_one_journal_of_each_rank_at_least_and_all_that_may_be_unfin
 SLOWLY = """
 import sys, time
 from datatrove_ckpt.__main__ import main
-from datatrove_ckpt.preflight import probes
+from datatrove_ckpt.preflight import checks
 
 def repeats(seconds, at_most):
     end = time.monotonic() + 2
@@ -287,7 +286,7 @@ def repeats(seconds, at_most):
         time.sleep(0.01)
         yield 0
 
-probes._repeats = repeats
+checks._repeats = repeats
 sys.exit(main())
 """
 
@@ -313,7 +312,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(job: Path) -> None:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three measurements of each thing will do."""
-    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
+    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(3)))
 
 
 def test_plan_measures_the_folder_prints_a_table_and_the_settings_and_leaves_nothing(

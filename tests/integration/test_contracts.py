@@ -31,10 +31,10 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import InferenceRunner, __version__
+from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.cli.main import main, make_parser
-from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.preflight import probes
+from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
@@ -218,7 +218,7 @@ def test_those_by_default_are_there() -> None:
 def test_what_three_doors_say(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
+    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(1)))
     state, change, overrides = SITUATIONS[name]
     job, server = jobs
     restore(job, state)
@@ -322,7 +322,7 @@ BY_NAME = ("states", "errors", "dead_letters", "journals")
 def test_keys_of_json(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(1)))
+    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(1)))
     state, words = JSON[name]
     restore(jobs[0], state)
     monkeypatch.chdir(jobs[0])

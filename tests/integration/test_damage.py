@@ -15,8 +15,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.sealed import read_shard
+from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from datatrove.pipeline.readers import CSVReader
 
-from datatrove_ckpt.preflight import doctor, input_checks, probes
+from datatrove_ckpt.preflight import checks, doctor, input_checks
 from datatrove_ckpt.preflight.input_checks import check_workers
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
@@ -34,7 +34,7 @@ Doctor = Callable[..., dict[str, tuple[str, str]]]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_repeats", lambda seconds, at_most: iter(range(3)))
+    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(3)))
 
 
 @pytest.fixture

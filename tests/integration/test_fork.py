@@ -16,9 +16,8 @@ from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.kept_answers import read_answers
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
-from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror.restore import restore_rank

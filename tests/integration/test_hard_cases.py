@@ -22,7 +22,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
-from datatrove_ckpt.checkpoint.disk_errors import explained
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CheckpointMismatch,

@@ -18,9 +18,8 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import OutputFailed, Preempted
-from datatrove_ckpt.output import hub_access
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.output.hub import HubFolder, check_access
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.hub import FakeHub
@@ -120,7 +119,7 @@ def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
 ) -> None:
     policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
     slept: list[float] = []
-    monkeypatch.setattr(hub_access.StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
+    monkeypatch.setattr(StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
     hub.create_repo("org/data")
     hub.fail("auth-check", 429, headers={"Retry-After": "120"})
     hub.fail("auth-check", 429, headers={"RateLimit": '"api";r=0;t=240'})
@@ -141,7 +140,7 @@ def test_a_hub_that_does_not_answer_is_no_hang(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
     policy("HUB_LOOK", patience=0.1)
-    monkeypatch.setattr(hub_access, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("datatrove_ckpt.output.hub._ANSWER_SECONDS", 0.2)
     held = hub.hold("auth-check", times=None)
     try:
         assert "no answer within" in refused()

@@ -18,7 +18,7 @@ from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
+from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer

@@ -14,7 +14,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
 from datatrove_ckpt.config import MonitoringConfig

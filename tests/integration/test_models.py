@@ -26,7 +26,7 @@ from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import history_records
 from datatrove_ckpt.checkpoint.history_records import Progress
-from datatrove_ckpt.cli.schema import make_schema
+from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (

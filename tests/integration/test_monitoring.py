@@ -23,8 +23,8 @@ from datatrove_ckpt.checkpoint.files import Lock, lock_holder
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.export import exporter, prometheus, tracking
-from datatrove_ckpt.generation.export.tracking import Tracking
+from datatrove_ckpt.generation.export import exporter, prometheus
+from datatrove_ckpt.generation.export.exporter import Tracking
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import ask, config, documents, fails_at, runner, writer
@@ -252,11 +252,11 @@ def no_tracking_left() -> Iterator[None]:
     try:
         yield
     finally:
-        for one in tracking._jobs.values():
+        for one in exporter._jobs.values():
             if one._reader is not None:
                 one._reader.kill()
                 one._reader.wait()
-        tracking._jobs.clear()
+        exporter._jobs.clear()
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def sender(folder: Path, but: int | None = None) -> int:
 def test_one_process_of_a_job_sends_and_another_one_follows(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(exporter, "_LOOK_SECONDS", 0.05)
     first, second = job(tmp_path), job(tmp_path)
     first.join()
     before = sender(tmp_path)

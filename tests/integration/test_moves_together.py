@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
-from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.fork import upload
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.before_run import check_before_run, check_job
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command

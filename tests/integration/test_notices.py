@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.process import notice
-from datatrove_ckpt.process.notice import NoticeWatch, check_notice
+from datatrove_ckpt.process import preemption
+from datatrove_ckpt.process.preemption import NoticeWatch, check_notice
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
@@ -101,10 +101,10 @@ def metadata_server() -> Iterator[tuple[Metadata, str]]:
 
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Metadata, str]]:
-    monkeypatch.setattr(notice, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(notice, "_said", set())
+    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(preemption, "_said", set())
     with metadata_server() as (metadata, url):
-        monkeypatch.setattr(notice, "METADATA", url)
+        monkeypatch.setattr(preemption, "METADATA", url)
         yield metadata, url
 
 
@@ -240,9 +240,9 @@ import datatrove_ckpt
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.process import notice
+from datatrove_ckpt.process import preemption
 
-notice.POLL_SECONDS = 0.05
+preemption.POLL_SECONDS = 0.05
 
 def documents(data, rank, world_size):
     yield from (Document(text=f"text {rank} {n}", id=f"{rank} {n}") for n in range(9))

@@ -14,9 +14,9 @@ import orjson
 import pytest
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.versions import FORMAT
 from datatrove_ckpt.errors import VersionMismatch
 from datatrove_ckpt.generation.generate import _digest
 from datatrove_ckpt.maintenance.read_state import read_run_state

@@ -29,9 +29,8 @@ from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.repair import carry_out, make_plan
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
-from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.before_run import check_before_run, check_job
+from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.run import Resharded, reshard
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader

@@ -25,7 +25,7 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
-from datatrove_ckpt.inference.servers import gpu_slots, server, warm
+from datatrove_ckpt.inference.servers import node, server, warm
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
@@ -258,7 +258,7 @@ def free_gpus() -> str:
     """Which GPUs another process could lease."""
     free = ""
     for name in "0123":
-        with (gpu_slots._lock_folder() / f"gpu_{name}.lock").open("a") as lock, suppress(BlockingIOError):
+        with (node._lock_folder() / f"gpu_{name}.lock").open("a") as lock, suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free += name
     return free
@@ -305,10 +305,10 @@ def idle_time_begins(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 @pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    assert warm.IDLE_SECONDS + 20 <= gpu_slots._LEASE_TIMEOUT
+    assert warm.IDLE_SECONDS + 20 <= node._LEASE_TIMEOUT
     monkeypatch.setattr(warm, "IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(gpu_slots, "_SILENT_WAIT", 0.0)
-    monkeypatch.setattr(gpu_slots, "_LEASE_TIMEOUT", 400.0)
+    monkeypatch.setattr(node, "_SILENT_WAIT", 0.0)
+    monkeypatch.setattr(node, "_LEASE_TIMEOUT", 400.0)
     waiting = idle_time_begins(monkeypatch)
     handler = logger.add(lambda line: waiting.set() if "Waiting for 4 of the GPUs" in line else None)
 

@@ -194,7 +194,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     unfinished.mkdir()
     assert checkpoints(folder).restore_latest(model=model) == 1
     assert unfinished.exists()
-    with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()}|This very process"):
+    with pytest.raises(CheckpointLocked, match=f"{folder}: another training.* saves into it: pid {os.getpid()}"):
         second.save(2, model=model)
     first.close()
     second.save(2, model=model)
@@ -207,7 +207,7 @@ def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list
     with pytest.raises(ConfigError, match="remote, holds step-00000024 of an earlier training"):
         checkpoints(tmp_path / "two", remote=remote).save(1, **Training(documents).states)
     trained(documents, tmp_path / "two", 5)
-    refused = pytest.raises(StorageFailed, match="step-00000024 of another training is there")
+    refused = pytest.raises(ConfigError, match="remote holds step-00000024 of another training")
     with refused, checkpoints(tmp_path / "two", remote=remote) as saved:
         assert saved.restore_latest() == 4
         assert "step-00000024 is passed over" in log[0]
@@ -226,6 +226,8 @@ def test_what_a_caller_forgets_is_said(tmp_path: Path, log: list[str]) -> None:
         assert "also holds optimizer: not restored" in log[0]
         with pytest.raises(ConfigError, match="step 4 comes after step 8"):
             saved.save(4, model=model)
+        with pytest.raises(ConfigError, match="must be an integer"):
+            saved.save(9.5, model=model)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="metrics must be numbers"):
             saved.save(9, model=model, metrics={"loss": None})
         saved.save(9, model=model, metrics={"accuracy": 0.5})

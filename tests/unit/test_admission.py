@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documents
+from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.routing import Request, Router, Target
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission

@@ -22,8 +22,8 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.fields import as_kept
-from datatrove_ckpt.generation import syntax
+from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.generation import code_values
 from datatrove_ckpt.generation.run_identity import code_identity
 
 DATA = Path(__file__).parent.parent / "data"
@@ -260,11 +260,13 @@ def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(load: Load, nu
     project = library()
     before = load("before", project, set())
     identity, behaviour = before.identity(), before.behaviour()
-    counts = {file: len([*mutations(syntax.parse(project[file]))]) for file in sorted(project.keys() - {"script.py"})}
+    counts = {
+        file: len([*mutations(code_values.parse(project[file]))]) for file in sorted(project.keys() - {"script.py"})
+    }
     sites = [(file, index) for file, count in counts.items() for index in range(count)]
     missed, changed = [], 0
     for file, index in random.Random(number).sample(sites, number):
-        tree = syntax.parse(project[file])
+        tree = code_values.parse(project[file])
         node, field, value = [*mutations(tree)][index]
         setattr(node, field, value)
         source = ast.unparse(ast.fix_missing_locations(tree))

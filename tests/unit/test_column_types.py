@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt.output.arrow_types import NotUnited, unite
-from datatrove_ckpt.output.column_types import ColumnTypes, Misfit, RankColumns, infers_schema, misfits, raw_types
+from datatrove_ckpt.output.arrow_types import (
+    ColumnTypes,
+    Misfit,
+    NotUnited,
+    RankColumns,
+    infers_schema,
+    misfits,
+    raw_types,
+    unite,
+)
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -23,7 +23,7 @@ from PIL import Image
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
-from datatrove_ckpt.readers.extent import Reached
+from datatrove_ckpt.readers.positions import Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from tests.unit.tables import write_table
 from tests.unit.test_extent import reached

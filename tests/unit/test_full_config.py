@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.sealed import read_sealed
+from datatrove_ckpt.checkpoint.lines import read_sealed
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import MASK, read_value
 from tests.unit.test_schema import mistakes

@@ -80,14 +80,6 @@ def test_values_of_other_types_are_no_record(tmp_path: Path, bad: bytes) -> None
     assert read_history(tmp_path / "history.jsonl").records == []
 
 
-def test_lines_of_older_versions_have_no_silence(tmp_path: Path) -> None:
-    path = written(tmp_path / "history.jsonl", [progress(at=1.0)])
-    line = orjson.loads(unseal(path.read_bytes()))
-    del line["out"]
-    path.write_bytes(seal(orjson.dumps(line)))
-    assert read_history(path).last == replace(progress(at=1.0), silence=Silence())
-
-
 def of_models() -> Progress:
     silence = Silence(3.0, 600.0, False, "judge")
     work = ModelWork(total=WorkCounts(requests=9), own=WorkCounts(requests=8, errors={"timeout": 1}), in_flight=2)

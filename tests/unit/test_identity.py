@@ -20,9 +20,9 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.fields import fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation import code_values, code_walk, syntax
+from datatrove_ckpt.generation import code_values, code_walk
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
@@ -120,7 +120,7 @@ def code_of(rollout: Any) -> Any:
 
 
 def tree_hash(source: str) -> str:
-    return syntax.write_tree(syntax.parse(source))
+    return code_values.write_tree(code_values.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def load(name, path):
 
 for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("syntax", "code_values", "code_modules", "code_walk"):
+for part in ("code_values", "code_modules", "code_walk"):
     walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.fields import RunIdentity
-from datatrove_ckpt.checkpoint.identity import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.job import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation import syntax
+from datatrove_ckpt.generation import code_values
 
 pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
@@ -58,7 +58,7 @@ def modules() -> dict[str, Module]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-        tree = syntax.parse(path.read_text())
+        tree = code_values.parse(path.read_text())
         found[name] = Module(imports(tree), ast.get_docstring(tree))
     return found
 

@@ -10,7 +10,7 @@ from datatrove.io import DataFolder, get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.preflight.probes import (
+from datatrove_ckpt.preflight.checks import (
     NotDeleted,
     Quantiles,
     RemoteFailed,

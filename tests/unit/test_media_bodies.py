@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.generation.scheduler import DocumentLimit
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import Response
@@ -218,7 +218,7 @@ async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
 
 
 async def test_large_documents_wait_for_bytes_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.generation.document_limit.media_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("datatrove_ckpt.generation.scheduler.media_bytes", lambda: 1_000_000)
     config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
     limit = DocumentLimit(config)
     for _ in range(10):

@@ -13,7 +13,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.fields import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.recovery import ResumePoint

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.job_bundle import _MOST_BYTES, own_files
-from datatrove_ckpt.process.own_modules import own_modules
+from datatrove_ckpt.process.own_modules import _MOST_BYTES, own_files, own_modules
 
 Write = Callable[..., None]
 

@@ -16,14 +16,14 @@ import pytest
 
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
-from datatrove_ckpt.checkpoint import versions as versions_of
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.mirror import manifests
+from datatrove_ckpt.preflight.checks import Quantiles
 from datatrove_ckpt.preflight.plan import describe_table, make_table
-from datatrove_ckpt.preflight.probes import Quantiles
 from datatrove_ckpt.readers import base
 from tests import settings_page
 from tests.bench import report
@@ -273,7 +273,7 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
-    expected = [str(versions_of.FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
+    expected = [str(FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]
     assert [row[2] for row in numbers] == expected
     (current,) = [row for row in versions if version("datatrove-ckpt") in row[0]]
     assert current[1:] == expected

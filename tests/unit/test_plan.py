@@ -12,8 +12,8 @@ import pytest
 from datatrove_ckpt import daly, efficiency, young
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main, parse_time
+from datatrove_ckpt.preflight.checks import Quantiles
 from datatrove_ckpt.preflight.plan import make_table
-from datatrove_ckpt.preflight.probes import Quantiles
 from datatrove_ckpt.preflight.training_plan import measure
 from tests.commands import Command
 
@@ -145,7 +145,7 @@ def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
         ("--save-cost 5s --mtbf 6h --keep 3", "--keep: --state-size is missing"),
         ("--save-cost 5s --mtbf 6h --stpe 2s", "--stpe=2s: is not for training"),
         ("job.yaml --mtbf 6h --nodes 4", "job.yaml: is not for training"),
-        ("job.yaml", "--mtbf is missing"),
+        ("job.yaml", "job.yaml: there is no such file or folder"),
         (". --nodes 4", "--nodes: --mtbf is missing: that of one node"),
         (". --mtbf 6h", "history.jsonl: there is no such file"),
     ],

@@ -8,7 +8,7 @@ import orjson
 import pytest
 import xxhash
 
-from datatrove_ckpt.checkpoint.setting_values import same_value
+from datatrove_ckpt.checkpoint.identity import same_value
 from datatrove_ckpt.redaction import (
     HiddenBytes,
     HiddenDict,

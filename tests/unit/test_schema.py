@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
+from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.schema import make_schema
 from datatrove_ckpt.cli.yaml_config import load, read_value
 from tests.pages import ROOT, blocks
 from tests.unit.test_yaml_config import JOB

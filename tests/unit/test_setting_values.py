@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.checkpoint.setting_values import same_value
+from datatrove_ckpt.checkpoint.identity import same_value
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer

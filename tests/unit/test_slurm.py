@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
-from datatrove_ckpt.checkpoint.fields import RunIdentity, as_kept
-from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
+from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
-from datatrove_ckpt.checkpoint.sealed import sealed_json
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config

@@ -20,9 +20,9 @@ from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
-from datatrove_ckpt.inference.servers import gpu_slots, rank_models
+from datatrove_ckpt.inference.servers import node, warm
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
-from datatrove_ckpt.inference.servers.rank_models import RankModels
+from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.jobs import leased_gpus
 
@@ -195,7 +195,7 @@ async def test_when_no_server_will_come_back_every_request_fails() -> None:
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
-    monkeypatch.setattr(gpu_slots, "_LEASE_TIMEOUT", 0.0)
+    monkeypatch.setattr(node, "_LEASE_TIMEOUT", 0.0)
     for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -210,7 +210,7 @@ async def gpus(**settings: Any) -> list[tuple[str, ...]]:
         return [gpus_of(lease) for lease in leases]
 
 
-def gpus_of(lease: gpu_slots.GpuLease) -> tuple[str, ...]:
+def gpus_of(lease: node.GpuLease) -> tuple[str, ...]:
     return tuple(filter(None, lease.env.get("CUDA_VISIBLE_DEVICES", "").split(",")))
 
 
@@ -255,19 +255,19 @@ def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
     """A second rank comes while the first one has locked one of its two GPUs."""
     between: list[list[str] | None] = []
     visible = ["a", "b", "c", "d"]
-    try_lock = gpu_slots._try_lock
+    try_lock = node._try_lock
 
     def lock_two() -> list[str] | None:
-        locked = gpu_slots._try_lock_gpus(tmp_path, visible, 2)
+        locked = node._try_lock_gpus(tmp_path, visible, 2)
         return locked and [name for name, _ in locked]
 
     def another_rank_comes(path: Path) -> int | None:
         if path.name == "gpu_b.lock":
-            monkeypatch.setattr(gpu_slots, "_try_lock", try_lock)
+            monkeypatch.setattr(node, "_try_lock", try_lock)
             between.append(lock_two())
         return try_lock(path)
 
-    monkeypatch.setattr(gpu_slots, "_try_lock", another_rank_comes)
+    monkeypatch.setattr(node, "_try_lock", another_rank_comes)
     assert lock_two() == ["a", "b"]
     assert between == [None]
     assert lock_two() == ["c", "d"]
@@ -279,7 +279,7 @@ def named(**models: dict[str, Any]) -> list[InferenceConfig]:
 
 @asynccontextmanager
 async def leased(configs: list[InferenceConfig], without: Collection[str] = ()) -> AsyncIterator[dict[str, list[str]]]:
-    found = await gpu_slots.lease_gpus(configs, without)
+    found = await node.lease_gpus(configs, without)
     try:
         yield {name: [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] for name, leases in found.items()}
     finally:
@@ -336,7 +336,7 @@ async def test_models_that_need_more_gpus_than_there_are_are_both_named(
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     said = r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs, and this task sees 4 \(CUDA_VIS"
     with pytest.raises(ConfigError, match=said):
-        await gpu_slots.lease_gpus(named(writer={"tp": 2}, judge={"gpus": 3}))
+        await node.lease_gpus(named(writer={"tp": 2}, judge={"gpus": 3}))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -355,7 +355,7 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
     """Two ranks that each held one model's share while they wait for the other's would wait for each other."""
     async with leased(named(writer={"tp": 2})) as first:
         with pytest.raises(ConfigError, match="workers: this rank needs 3 of the GPUs 0,1,2,3"):
-            await gpu_slots.lease_gpus(named(writer={"tp": 2}, judge={}))
+            await node.lease_gpus(named(writer={"tp": 2}, judge={}))
         async with leased(named(writer={"tp": 2})) as second:
             assert (first, second) == ({"": ["0,1"]}, {"": ["2,3"]})
 
@@ -363,13 +363,13 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
 async def test_a_lease_that_no_model_came_for_is_given_back(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     models = named(writer={"tp": 2}, judge={"tp": 2})
     rank = RankModels(models, 0)
-    monkeypatch.setattr(rank_models, "server_settings", lambda config, gpus: {})
-    share = await rank.get(models[0])
+    monkeypatch.setattr(warm, "server_settings", lambda config, gpus: {})
+    _, _, leases = await rank.get(models[0])
     with pytest.raises(ConfigError):
         await gpus(tp=2)
     rank.close()
     assert await gpus(tp=2) == [("2", "3")]
-    for lease in share.leases:
+    for lease in leases:
         lease.close()
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 

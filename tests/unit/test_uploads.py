@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.snapshot import Snapshot
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, contains_version, decode_answers, encode_answers

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.sealed import sealed_json
-from datatrove_ckpt.checkpoint.versions import FORMAT
+from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.maintenance.where import is_config, open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions

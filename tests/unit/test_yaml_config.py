@@ -14,7 +14,7 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.checkpoint.fields import as_kept
+from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES

@@ -6,17 +6,26 @@ or sent is logged once, and tried again.
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import TRACKING_LOCK
 from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
@@ -29,6 +38,7 @@ from datatrove_ckpt.redaction import shown
 
 if TYPE_CHECKING:
     from datatrove_ckpt.generation.export.prometheus import RankNow
+
 
 # Seconds that the end of a rank waits until its last minute is sent.
 _DONE_SECONDS = 30.0  # with time for the report
@@ -70,8 +80,6 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
     # What is last here ends first: tracking may take some seconds. The documents of a retry are in the run already.
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
-        from datatrove_ckpt.generation.export.tracking import tracking
-
         settings = shown(
             "", {"config": runner.models if len(runner.models) > 1 else runner.config, "monitoring": config}
         )
@@ -136,3 +144,143 @@ class Exports:
                 self.stack.close()
             except Exception as error:
                 logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
+
+
+# A rank's side of tracking: keeps ``datatrove-ckpt track`` at work, and gives it up when it does not answer.
+#
+# It is a process of its own, because libraries that talk to a network may hang, crash, print, start threads and change
+# signal handlers. Nothing of that may reach a rank.
+#
+# It reads the histories of all ranks in a folder of checkpoints, so one is enough: it holds ``tracking.lock`` in that
+# folder. The other processes with ranks look again and again whether the lock is free. So no reader works before the
+# last one has ended, and none outlives the process that has started it by more than some seconds.
+#
+#     its standard input     the job, as JSON in a line. Then a number in a line for each flush that all is sent now
+#     its standard output    after each look at the histories, the last number, and what could not be sent
+
+
+_LOOK_SECONDS = 30.0  # between two looks at the lock
+_FAILED_SECONDS = 2.0  # that the end of a rank waits where the last attempt to send has failed
+
+
+class Tracking:
+    """One job's, in one process: all ranks that the process works through share it."""
+
+    def __init__(self, root: Path, job: TrackedJob) -> None:
+        self._root, self._job = root, job
+        names = {"MLflow": job.mlflow_uri, "Weights & Biases": job.wandb_project}
+        self._where = " and ".join(name for name, setting in names.items() if setting is not None)
+        self._changed = threading.Condition()
+        self._reader: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._ranks = self._flushes = self._answered = 0
+        self._failed = False
+
+    def join(self) -> None:
+        """A rank starts."""
+        with self._changed:
+            self._ranks += 1
+            self._ensure_reader()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="datatrove-ckpt tracking", daemon=True)
+                self._thread.start()
+
+    def leave(self, seconds: Callable[[], float]) -> None:
+        """A rank has ended, and its history says so. Waits at most so many seconds until that is sent.
+
+        Args:
+            seconds: may become less while this waits.
+        """
+        with self._changed:
+            if seconds() > 0 and (reader := self._ensure_reader()) is not None:
+                self._send_all(reader, seconds)
+            self._ranks -= 1
+
+    def _send_all(self, reader: subprocess.Popen[bytes], seconds: Callable[[], float]) -> None:
+        started = time.monotonic()
+        most = _FAILED_SECONDS if self._failed else float("inf")
+        self._flushes += 1
+        flush = self._flushes
+        self._write(reader, b"%d" % flush)
+        while self._answered < flush and self._reader is reader:
+            if (waited := time.monotonic() - started) >= min(most, seconds()):
+                self._tell(
+                    f"monitoring: {self._where} has not confirmed the end of this attempt within {waited:.0f} s. "
+                    "Nobody waits longer. What is missing there is sent later, also by the next attempt of the job."
+                )
+                return
+            self._changed.wait(0.1)  # a signal handler, which may shorten the time, can notify nobody
+
+    def _ensure_reader(self) -> subprocess.Popen[bytes] | None:
+        """Starts it, if no process has one. None: another process has. With ``_changed`` held."""
+        if self._reader is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
+            command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
+            pipe = subprocess.PIPE
+            try:  # in a session of its own: Ctrl-C is not for it
+                self._reader = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+                self._write(self._reader, orjson.dumps(asdict(self._job)))
+            except OSError as error:
+                self._could_not_send(str(error))
+            self._changed.notify_all()
+        return self._reader
+
+    def _write(self, reader: subprocess.Popen[bytes], line: bytes) -> None:
+        assert reader.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            reader.stdin.write(line + b"\n")
+            reader.stdin.flush()
+
+    def _keep(self) -> None:
+        """In the thread: hears the reader until it ends, and then starts another one, as long as there are ranks."""
+        while True:
+            with self._changed:
+                if not self._ranks:
+                    self._thread = None
+                    return
+                if (reader := self._ensure_reader()) is None:
+                    self._changed.wait(_LOOK_SECONDS)
+                    continue
+            self._read_replies(reader)
+
+    def _read_replies(self, reader: subprocess.Popen[bytes]) -> None:
+        assert reader.stdout is not None
+        with suppress(OSError, ValueError), reader:  # it may die while it is written to, or print something else
+            for line in reader.stdout:
+                number, _, problem = line.decode("utf-8", "replace").rstrip().partition(" ")
+                with self._changed:
+                    self._answered = int(number)
+                    if problem:
+                        self._could_not_send(problem)
+                    elif self._failed:
+                        logger.info(f"monitoring: {self._where} is up to date again.")
+                        self._failed = False
+                    self._changed.notify_all()
+        with self._changed:
+            self._reader = None
+            self._changed.notify_all()
+            if self._ranks:
+                if reader.returncode:
+                    self._could_not_send(f"its process has ended with code {reader.returncode}")
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _could_not_send(self, why: str) -> None:
+        self._tell(
+            f"monitoring: what this run does could not be sent to {self._where}: {why.rstrip('.')}. The run goes on. "
+            "What is missing there is sent later, also by the next attempt of the job."
+        )
+
+    def _tell(self, problem: str) -> None:
+        """Once for each outage: the run must not end for it."""
+        if not self._failed:
+            logger.warning(problem)
+        self._failed = True
+
+
+_jobs: dict[tuple[int, Path, str], Tracking] = {}
+
+
+def tracking(root: Path, job: TrackedJob) -> Tracking:
+    """The one of this process for this job and folder. A fork has another one."""
+    return _jobs.setdefault((os.getpid(), root, job.job), Tracking(root, job))

@@ -7,8 +7,7 @@ Start at ``connect.py``, whose ``connect`` gives the runner a client that is rea
     server.py        starts and stops one server process; why a start failed
     probes.py        what a running server says: health, load, and how many requests it may get
     warm.py          keeps servers for the next rank of a process
-    gpu_slots.py     leases GPUs, and cache folders, to servers
-    node.py          what the user's runs have on a node; ends what killed runs have left there
+    node.py          leases a node's GPUs and cache folders to servers; ends what killed runs have left there
     multi_node.py    one server over several nodes
 
 ``guardian.py``, ``llamacpp.py``, ``dummy.py`` and ``sglang_launch.py`` are programs: each runs in its own process.

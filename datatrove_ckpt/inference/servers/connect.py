@@ -28,7 +28,7 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import HiddenDict, Key
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.inference.servers.rank_models import RankModels
+    from datatrove_ckpt.inference.servers.warm import RankModels
 
 Watch = Callable[[], Awaitable[None]]
 

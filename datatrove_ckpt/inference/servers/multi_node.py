@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.errors import ConfigError, ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpu_slots import lease_gpus
+from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 

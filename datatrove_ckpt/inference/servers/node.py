@@ -16,23 +16,31 @@ another TMPDIR.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
 from loguru import logger
 
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
+from datatrove_ckpt.redaction import HiddenDict
 
 # Seconds. A process that hangs inside a driver cannot be killed, and waiting for it would never end.
 _KILL_TIMEOUT = 10.0
@@ -200,3 +208,197 @@ def runtime_folder(part: str = "") -> Path:
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"TMPDIR: {folder} belongs to another user; point TMPDIR at a folder of your own.")
     return folder
+
+
+# Leases a server its share of the node: GPUs, and its own cache folder.
+#
+# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided, tp * dp * pp for each
+# server, the first model's first. Slurm and Ray give each task its own GPUs, but LocalPipelineExecutor starts several
+# ranks that all see all of them. There, each server leases its GPUs by a file lock (flock) per GPU. Why a lock: neither
+# the environment nor the rank says which ranks run at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may),
+# while a lock becomes free exactly when its holder has ended, killed or not. The server's processes inherit the lock,
+# so GPUs count as taken until the last of these processes has freed its memory. A process without visible GPUs (a CPU
+# machine) leases and divides none.
+#
+# **Cores.** The llama.cpp servers of a rank together have as many threads as this process may use cores, and at least
+# one each. Threads are not pinned.
+#
+# **vLLM's cache.** vLLM keeps the results of torch.compile in ~/.cache/vllm, and servers that start together write the
+# same files there. datatrove lets the first server compile while the others wait. Here every server that runs on this
+# node has its own cache folder (the first free one, locked in the same way), and the next run finds it again. So no
+# server waits, and no two servers write to one folder. It costs disk space, and one compilation per folder.
+
+
+# Seconds to wait for GPUs that others hold: an idle process keeps its servers for ``warm.IDLE_SECONDS``, and the server
+# of a rank that was killed takes up to ten to end.
+_LEASE_TIMEOUT = 60.0
+_LEASE_POLL = 0.2  # seconds
+_SILENT_WAIT = 5.0  # seconds
+_MAX_CACHES = 256
+
+
+@dataclass
+class GpuLease:
+    """One server's share of the node.
+
+    Attributes:
+        env: additions to the server's environment.
+        locks: file descriptors of the locks that hold the lease; the server inherits them.
+    """
+
+    env: HiddenDict = field(default_factory=HiddenDict)
+    locks: list[int] = field(default_factory=list)
+
+    def add_lock(self, lock: int) -> None:
+        self.locks.append(node.own(lock))
+
+    def close(self) -> None:
+        while self.locks:
+            node.close(self.locks.pop())
+
+
+async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str] = ()) -> dict[str, list[GpuLease]]:
+    """One lease per server of a rank's models, by their names. First ends what killed runs have left on this node.
+
+    Args:
+        configs: of all models whose servers the rank launches, in their order.
+        without: the models that have their servers, and so their leases, already.
+
+    Raises:
+        ConfigError: there are GPUs, but too few.
+    """
+    await asyncio.to_thread(end_leftovers)
+    leases = {one.name: [GpuLease() for _ in range(one.replicas)] for one in configs if one.name not in without}
+    try:
+        await _share_gpus(configs, leases)
+        for config in configs:
+            if (cache := config.engine.cache) is not None:
+                for lease in leases.get(config.name, ()):
+                    await asyncio.to_thread(_add_cache_folder, lease, *cache)
+    except BaseException:
+        for lease in chain(*leases.values()):
+            lease.close()
+        raise
+    return leases
+
+
+async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]) -> None:
+    """Without locks each server has its place among the GPUs; with locks it gets those that are free, all at once."""
+    visible = visible_gpus()
+    is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
+    ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
+    divided = ranks_share_them or sum(config.replicas for config in configs) > 1
+    if not visible or not leases or not (divided or any(config.gpus is not None for config in configs)):
+        return
+    needed = sum(config.gpus_each * config.replicas for config in configs)
+    if needed > len(visible):
+        raise ConfigError(_too_few(configs, needed, visible))
+    left = iter([(name, -1) for name in visible])
+    if ranks_share_them:
+        configs = [one for one in configs if one.name in leases]
+        left = iter(await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs)))
+    for config in configs:
+        servers = [list(islice(left, config.gpus_each)) for _ in range(config.replicas)]
+        for lease, share in zip(leases.get(config.name, ()), servers, strict=False):
+            lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
+            for _, lock in share:
+                if lock >= 0:
+                    lease.add_lock(lock)
+
+
+def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[str]) -> str:
+    there = f"{needed} GPUs, and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
+    if len(configs) > 1:
+        each = " and ".join(f"{one.name} ({one.gpus_each * one.replicas})" for one in configs)
+        return f"gpus: the models {each} together need {there}"
+    if configs[0].gpus is not None:
+        return f"gpus: its servers need {there}"
+    return f"replicas: {configs[0].replicas} servers with tp * dp * pp = {configs[0].gpus_each} need {there}"
+
+
+async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
+    """GPUs, each with the lock that holds it.
+
+    Raises:
+        ConfigError: other ranks hold too many of them.
+    """
+    folder = _lock_folder()
+    began, said = time.monotonic(), False
+    while True:
+        locked = _try_lock_gpus(folder, visible, needed)
+        if locked is not None:
+            return locked
+        waited = time.monotonic() - began
+        if waited > _SILENT_WAIT and not said:
+            said = True
+            logger.info(
+                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on this node hold (locks "
+                f"in {folder}), {_LEASE_TIMEOUT:g} s at most."
+            )
+        if waited > _LEASE_TIMEOUT:
+            raise ConfigError(
+                f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other ranks on this node "
+                f"hold too many of them (locks in {folder}). Run fewer workers at once."
+            )
+        await asyncio.sleep(_LEASE_POLL)
+
+
+def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
+    """All or nothing: two ranks that each keep a part while they wait for the rest could wait forever.
+
+    One rank at a time: two that lock at once could get every other GPU each, and GPUs that stand side by side are often
+    the ones that are linked. Or both could find too few, where one of them alone would have found enough.
+    """
+    gate = _try_lock(folder / "claim.lock")
+    if gate is None:
+        return None
+    locked: list[tuple[str, int]] = []
+    try:
+        for name in visible:
+            lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")
+            if lock is not None:
+                locked.append((name, lock))
+            if len(locked) == needed:
+                return locked
+    finally:
+        os.close(gate)
+    for _, lock in locked:
+        os.close(lock)
+    return None
+
+
+def _lock_folder() -> Path:
+    """One folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
+    return runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
+
+
+def _try_lock(path: Path) -> int | None:
+    """The descriptor of the locked file; None if another process holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
+    """Lock a cache folder of an engine that no other running server uses. The arguments are ``Engine.cache``."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+    root = Path(os.environ.get(variable) or default) / "datatrove-ckpt"
+    try:
+        for index in range(_MAX_CACHES):
+            folder = root / f"{socket.gethostname()}_{index}"
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _try_lock(folder / "lock")
+            if lock is not None:
+                lease.add_lock(lock)
+                lease.env[variable] = str(folder)
+                return
+    except OSError as error:  # a home folder without write permission, or a file system without locks
+        logger.warning(
+            f"{name} uses its common cache folder: {error}. Servers that start together may write to the same files."
+        )

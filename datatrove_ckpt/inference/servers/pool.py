@@ -24,8 +24,8 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Death
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.probes import (
     NO_ANSWER,
     Admission,
@@ -34,9 +34,8 @@ from datatrove_ckpt.inference.servers.probes import (
     read_metrics,
     request_health,
 )
-from datatrove_ckpt.inference.servers.rank_models import RankModels
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.warm import ServerSet, Settings, keep
+from datatrove_ckpt.inference.servers.warm import RankModels, ServerSet, Settings, keep
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 

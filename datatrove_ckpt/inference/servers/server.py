@@ -46,8 +46,7 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, node
-from datatrove_ckpt.inference.servers.gpu_slots import GpuLease
-from datatrove_ckpt.inference.servers.node import ServerRecord, kill_session
+from datatrove_ckpt.inference.servers.node import GpuLease, ServerRecord, kill_session
 from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled

@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.fields import of_model
 from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
+from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
 from datatrove_ckpt.maintenance.documents import ShownDocument

@@ -12,10 +12,8 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint.forks import is_unstarted
-from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.job import name_tasks, tasks_of
-from datatrove_ckpt.checkpoint.job_ledger import JobLedger
+from datatrove_ckpt.checkpoint.identity import is_unstarted, read_run
+from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
     RUN,
@@ -27,29 +25,27 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folders,
 )
+from datatrove_ckpt.checkpoint.lines import sealed_shard
 from datatrove_ckpt.checkpoint.resharding import RankLocks, ReshardPlan, Staging, carry_out
-from datatrove_ckpt.checkpoint.sealed import sealed_shard
 from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.generation.prefetch import stateful_steps
 from datatrove_ckpt.generation.run_identity import code_of
-from datatrove_ckpt.generation.step_state import stateful_steps
 from datatrove_ckpt.mirror.changing import restore_all, upload_ranks
 from datatrove_ckpt.mirror.reading import new_mirror
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
-from datatrove_ckpt.output.removal import remove_output
+from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writers import check_rank_in_template
-from datatrove_ckpt.preflight.before_run import check_output_of_run
-from datatrove_ckpt.preflight.inputs import check_inputs_unchanged
-from datatrove_ckpt.preflight.job_check import check_job
+from datatrove_ckpt.preflight.before_run import check_job, check_output_of_run
+from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.reshard.ranks import Moved, RankInput, Scanner, close_gaps, kept_share, move
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import allow_open_files
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import divide, joined, options_of, sample_files
-from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.steps import describe_pipeline
+from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord, describe_pipeline
 from datatrove_ckpt.runner import InferenceRunner
 
 

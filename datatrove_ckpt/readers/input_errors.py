@@ -8,7 +8,8 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
@@ -16,11 +17,13 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
 from fsspec.spec import AbstractBufferedFile
 
-from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.errors import CkptError, InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
+from datatrove_ckpt.retrying import http_status, hub_refusal, library_line
 
 if TYPE_CHECKING:
     from datatrove.pipeline.readers.base import BaseDiskReader
+
 
 _BLOCK = 2**16
 _SHOWN_CHARACTERS = 60
@@ -137,3 +140,108 @@ def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:
             row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
             return row
     return None
+
+
+# What an error of the hub, or of S3, means for an input, and what to do.
+
+
+_OF_THE_CLIENT = ("huggingface_hub", "httpx")
+_OF_S3 = ("botocore", "aiobotocore")
+_MISSING = (FileNotFoundError, PermissionError)
+
+
+def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True) -> str:
+    """What happened to a dataset that is opened or looked up, and what to do.
+
+    Args:
+        commit: the one that the run reads; None: not known yet.
+        on_hub: the dataset is a repository on the hub.
+    """
+    if commit and type(error).__name__ == "RevisionNotFoundError":
+        return (
+            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: its history was "
+            "squashed or rewritten. A run keeps to the commit that it began with, in checkpoints_local_dir. Restore "
+            "the commit (a branch or tag that holds it), or start from the beginning: with another "
+            "checkpoints_local_dir, output_folder and logging_dir."
+        )
+    if on_hub and (refused := hub_refusal(error)):
+        return f"The dataset {dataset!r} cannot be opened: {refused}."
+    what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
+    token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
+    if on_hub and http_status(error) is None and isinstance(error, ValueError):
+        return f"{what} Correct dataset_options."  # a split or a config that is not there
+    if on_hub and http_status(error) is None:
+        return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
+    return f"{what} Correct dataset and dataset_options{token if on_hub else ''}."
+
+
+def one_line(error: BaseException) -> str:
+    """datasets says of each error in a file that one occurred; its cause says which."""
+    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
+    return library_line(cause) if cause else library_line(error)
+
+
+def is_on_hub(folder: DataFolder) -> bool:
+    """Whether this is a folder of a repository or a bucket on the hub."""
+    return "hf" in getattr(folder.fs, "protocol", ())
+
+
+@contextmanager
+def naming_hub_input(
+    folder: DataFolder, name: str = "", missing: bool = True, libraries: tuple[str, ...] = _OF_THE_CLIENT
+) -> Iterator[None]:
+    """Turns what the hub, or S3, raises about files of an input into an error that says what to do.
+
+    Args:
+        name: the file that is read; "": the folder is listed.
+        missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises for a folder.
+        libraries: whose errors count.
+
+    Raises:
+        InputError: the hub or its client, or the client of S3, raised an error.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        is_denied = missing and isinstance(error, PermissionError) and "s3" in getattr(folder.fs, "protocol", ())
+        if is_denied or (type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)):
+            what = f"The input file {name!r} in" if name else "The input"
+            raise InputError(
+                f"{what} {folder.resolve_paths('')!r} cannot be read: {library_line(error)}. Check the credentials "
+                "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and the network."
+            ) from error
+        of_the_client = type(error).__module__.startswith(libraries)
+        if not is_on_hub(folder) or not (of_the_client or (missing and isinstance(error, _MISSING))):
+            raise
+        raise InputError(_explain_folder(folder.resolve_paths(""), name, error)) from error
+
+
+def no_files(folder: DataFolder) -> InputError:
+    """The error of a folder in which no file matches."""
+    return InputError(
+        f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
+        "glob_pattern fits none. Correct data_folder or glob_pattern."
+    )
+
+
+def _explain_folder(folder: str, name: str, error: BaseException) -> str:
+    what = f"The input file {name!r} in {folder}" if name else f"The input {folder!r}"
+    if refused := hub_refusal(error):
+        return f"{what} cannot be read: {refused}."
+    what += f" cannot be read: {one_line(error)}."
+    kind, text, status = type(error).__name__, str(error), http_status(error)
+    may_read = "set HF_TOKEN to a token of an account that may read it"
+    if "Revision" in kind or "(revision not found)" in text:
+        return f"{what} Correct the branch, tag or commit after the @ in data_folder."
+    if "EntryNotFound" in kind:
+        return (
+            f"{what} It was there when the folder was listed: restore it, and run the same command again; or start "
+            "anew for the new input, with another checkpoints_local_dir, output_folder and logging_dir."
+        )
+    if isinstance(error, _MISSING):
+        return f"{what} Correct data_folder, or restore the repository; if it is private or gated, {may_read}."
+    if status == 404:
+        return f"{what} Correct data_folder, or {may_read}."
+    return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."

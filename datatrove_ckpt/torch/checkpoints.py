@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from operator import index
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,7 @@ from typing import Any, Literal, Self
 
 import torch
 from loguru import logger
+from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
@@ -64,7 +66,7 @@ class TrainingCheckpoints:
     Args:
         folder: where steps are saved: a disk of each node, or one that nodes share.
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
-            is copied, as soon as the copy before has ended. A folder without a whole step restores from there.
+            is copied, as soon as the copy before has ended. Steps that a folder lacks are restored from there.
         every_steps: ``maybe_save`` saves at multiples of it.
         every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a minute, then Daly's
             interval, from the measured pause and ``mtbf_seconds``. None: "auto" without ``every_steps``.
@@ -124,7 +126,7 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
         self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
-        self._copied, self._is_copied, self._is_plain = StepName(-1, 0), False, False
+        self._copied, self._is_copied = StepName(-1, 0), False
         self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
         self._has_looked = self._has_claimed = False
         self._last_step, self._look_at, self._looked = 0, 0, (0, time.monotonic())
@@ -274,8 +276,9 @@ class TrainingCheckpoints:
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"save: the step must be an integer from 0 on; it is {step!r}.")
+        step = index(step) if hasattr(step, "__index__") else -1
+        if step < 0:
+            raise ConfigError("save: the step must be an integer from 0 on.")
         if step < self._last_step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
@@ -376,9 +379,8 @@ class TrainingCheckpoints:
             seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
             self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
             self._not_saved = None
-            if self._only_plain and not self._is_plain:
+            if self._only_plain:
                 self._steps.check_plain(name)
-                self._is_plain = True
             self._remove_old()
         except ConfigError as error:
             self._not_saved = error
@@ -417,6 +419,7 @@ class TrainingCheckpoints:
                 self._copied, self._is_copied = name, False
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
+                self._steps.own_remote()
                 self._steps.upload(name)
                 self._is_copied, self._not_copied = True, None
             except Exception as error:
@@ -452,19 +455,16 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
-        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
-        if getattr(inner, "generator", False) is None:
-            # Else each iterator's seed would be drawn from torch's generator, also that of an epoch which is resumed.
-            inner.generator = torch.Generator()
         try:
             chosen = self._choose(lambda name: True)
             if chosen is None:
+                self._seed(loader, 0)
                 return None
             name, passed = chosen
             self._rollbacks, self._look_at, self._last_step = name.rollbacks, 0, name.step
             self._load(name, reader, states)
             if loader is not None:
-                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain))
+                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
             self._saved_at = time.monotonic()
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
@@ -488,7 +488,7 @@ class TrainingCheckpoints:
             with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
                 self._steps.lock()
         here = self._names() if self._is_owner else []
-        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
+        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
         names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
         if best:
             names = self._by_metric(self._manifests)[::-1] if self._is_owner else []
@@ -533,6 +533,7 @@ class TrainingCheckpoints:
         try:
             try:
                 self._steps.check(name)
+                self._steps.check_training(self._steps.manifest(name), str(self._steps.folder / str(name)))
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
                     raise
@@ -569,7 +570,18 @@ class TrainingCheckpoints:
         else:
             logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
 
-    def _load_input(self, loader: Any, found: list[Any]) -> None:
+    def _seed(self, loader: Any, step: int) -> None:
+        """Gives a loader a generator for the seeds of its workers.
+
+        Else these would be drawn from torch's generator by each iterator, also by that of an epoch which is resumed.
+        """
+        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+        if getattr(inner, "generator", False) is None:
+            seed = xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode())
+            inner.generator = torch.Generator().manual_seed(seed >> 1)
+
+    def _load_input(self, loader: Any, found: list[Any], step: int) -> None:
+        self._seed(loader, step)
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
@@ -630,7 +642,7 @@ class TrainingCheckpoints:
         old, _ = chosen
         self._load(old, reader, states)
         if loader is not None and not skip_input:
-            self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain))
+            self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain), old.step)
         own = _input_state(loader) if skip_input else None
         inputs = self._ranks.gather(own)
         self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step

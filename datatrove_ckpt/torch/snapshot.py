@@ -43,7 +43,8 @@ class Snapshot:
     def _copy_tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return copy.deepcopy(tensor).cpu()
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # tied weights
+        view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), view)  # tied weights
         if tensor.numel() and same in self._same:
             return self._same[same]
         buffer = self._old.pop(key, None)

@@ -9,7 +9,8 @@
     .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
-In the remote the same without staging: the manifest is written last, and removed first.
+In the remote the same without staging: the manifest is written last, and removed first; and ``owner``, which names the
+process that copies there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import pickle
 import re
 import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, ConfigError, VersionMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, ConfigError, Fenced, VersionMismatch
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 Manifest = dict[str, Any]
 
 _FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
-_MANIFEST = "manifest.json"
+_MANIFEST, _OWNER = "manifest.json", "owner"
 _BLOCK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -67,6 +69,7 @@ class Steps:
         self.folder = folder
         self.training = ""
         """Tells the steps of one training from those of another. Steps of before there were such names have none."""
+        self._owner = ""
         self._unlock: weakref.finalize[[bool], Any] | None = None
         self.store = None if remote is None else ObjectStore(remote)
 
@@ -187,6 +190,11 @@ class Steps:
                 )
                 raise CheckpointCorrupt(f"{path} has {what}.")
 
+    def check_training(self, manifest: Manifest, where: str) -> None:
+        """Raises CheckpointCorrupt if a step is of another training."""
+        if self.training and manifest.get("training", self.training) != self.training:
+            raise CheckpointCorrupt(f"{where} is of another training.")
+
     def check_plain(self, name: StepName) -> None:
         """Raises ConfigError if ``load`` would refuse a file of the step for what it holds."""
         for file in self.manifest(name)["files"]:
@@ -251,6 +259,15 @@ class Steps:
         if self.store is not None and (others := [one for one in there if own != there[one].get("training", own)]):
             raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
 
+    def own_remote(self) -> None:
+        """Raises Fenced if a later process copies there: this one is of a node that was given up for lost."""
+        assert self.store is not None
+        if not self._owner:
+            self._owner = uuid.uuid4().hex
+            self.store.put(_OWNER, self._owner.encode())
+        elif self.store.read(_OWNER, 100) != self._owner.encode():
+            raise Fenced(f"A later process of this training copies to {self.store.url}.")
+
     def fetch(self, name: StepName) -> None:
         """Copies a step from the remote into the folder.
 
@@ -259,8 +276,7 @@ class Steps:
         """
         assert self.store is not None
         manifest = self.remote_manifest(name)
-        if self.training and manifest.get("training", self.training) != self.training:
-            raise CheckpointCorrupt(f"{self.store.url}/{name} is of another training.")
+        self.check_training(manifest, f"{self.store.url}/{name}")
         staging = self.begin(name)
         try:
             for file, entry in manifest["files"].items():

@@ -254,6 +254,59 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypa
     assert "did not end" in str(saved.failure)
 
 
+def test_a_step_of_another_training_is_passed_over(tmp_path: Path, log: list[str]) -> None:
+    model = nn.Linear(2, 2)
+    for run in ("one", "two"):
+        with checkpoints(tmp_path / run) as saved:
+            for step in (4, 8):
+                saved.save(step, model=model)
+    shutil.rmtree(tmp_path / "one/step-00000004")
+    shutil.copytree(tmp_path / "two/step-00000004", tmp_path / "one/step-00000004")
+    with checkpoints(tmp_path / "one") as saved:
+        assert saved.restore_latest(model=model) == 8
+        with pytest.raises(CheckpointCorrupt, match="step-00000004 is of another training"):
+            saved.rollback(to=4, model=model)
+
+
+def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path, log: list[str]) -> None:
+    """Of a node that was given up for lost, and still trains."""
+    model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
+    lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
+    lost.save(4, model=model)
+    with checkpoints(tmp_path / "two", remote=remote) as saved:
+        assert saved.restore_latest(model=model) == 4
+        saved.save(8, model=model)
+        lost.save(12, model=model)
+    assert "Fenced: A later process of this training copies to" in str(lost.failure)
+    assert {path.parent.name for path in Path(remote).glob("*/manifest.json")} == {"step-00000004", "step-00000008"}
+
+
+def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(documents: str, tmp_path: Path) -> None:
+    found = set()
+    for rank, seed in ((0, 0), (0, 1), (1, 0)):
+        saved, training = checkpoints(tmp_path / f"{rank}-{seed}"), Training(documents)
+        torch.manual_seed(seed)
+        saved._ranks.rank = rank
+        saved.restore_latest(loader=training.loader)
+        found.add(training.loader.generator.initial_seed())
+        saved._ranks.rank = 0
+        saved.save(4, loader=training.loader, **training.states)
+        training.new_loader()
+        saved.rollback(to=4, loader=training.loader, skip_input=False, **training.states)
+        found.add(training.loader.generator.initial_seed())
+    assert len(found) > 4
+
+
+def test_conjugate_views_are_saved_as_they_are(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j])
+    holder = SimpleNamespace(state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict)
+    with checkpoints(tmp_path, asynchronous=True) as saved:
+        saved.save(1, holder=holder)
+    found: dict[str, torch.Tensor] = {}
+    checkpoints(tmp_path).restore_latest(holder=SimpleNamespace(load_state_dict=found.update))
+    assert (found["one"], found["other"]) == (value, value.conj())
+
+
 class Wrapped:
     """A loader as Accelerate makes one for several processes: its dataset is not ours."""
 

@@ -191,7 +191,7 @@ def test_a_signal_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(
     tmp_path: Path, number: signal.Signals, method: str, whole_group: bool
 ) -> None:
     with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 20, method)
+        script = Script(tmp_path, server, 2, 120, method)
         ranks = [os.pidfd_open(script.worker(rank)) for rank in range(2)]
         (os.killpg if whole_group else os.kill)(script.popen.pid, number)
         logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(2)]

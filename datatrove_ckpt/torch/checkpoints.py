@@ -209,11 +209,11 @@ class TrainingCheckpoints:
         if stops:
             self.save(step, **what)
             self.close(raises=False)
-            self._ranks.gather(None)  # a rank that ends first makes torchrun end the others
+            # A rank that ends first makes torchrun end the others.
+            is_saved = not any(self._ranks.gather(self._not_saved is not None))
             assert self._preemption is not None
             why = self._preemption.shutdown.cause or "another rank stops"
-            is_saved = "saved" if self._not_saved is None else "NOT saved"
-            logger.warning(f"The training stops after step {step}, which is {is_saved} ({why}).")
+            logger.warning(f"The training stops after step {step}, which is {'NOT ' * (not is_saved)}saved ({why}).")
             if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")

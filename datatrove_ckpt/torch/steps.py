@@ -15,6 +15,7 @@ process that copies there.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import time
@@ -70,7 +71,7 @@ class Steps:
         self.training = ""
         """Tells the steps of one training from those of another. Steps of before there were such names have none."""
         self._owner = ""
-        self._unlock: weakref.finalize[[bool], Any] | None = None
+        self._unlock: weakref.finalize[[files.Lock, int], Any] | None = None
         self.store = None if remote is None else ObjectStore(remote)
 
     def make(self) -> None:
@@ -91,7 +92,7 @@ class Steps:
             return
         path = self.folder / ".lock"
         try:
-            self._unlock = weakref.finalize(self, files.Lock(path).release, True)
+            self._unlock = weakref.finalize(self, _release, files.Lock(path), os.getpid())
         except CheckpointLocked:
             holder = files.name_holder(files.lock_holder(path) or {})
             raise CheckpointLocked(
@@ -256,7 +257,7 @@ class Steps:
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
         own = self.training
-        if self.store is not None and (others := [one for one in there if own != there[one].get("training", own)]):
+        if self.store and own and (others := [one for one in there if own != there[one].get("training", own)]):
             raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
 
     def own_remote(self) -> None:
@@ -295,6 +296,11 @@ class Steps:
         assert self.store is not None
         self.store.remove(f"{name}/{_MANIFEST}")
         self.store.remove_below(str(name))
+
+
+def _release(lock: files.Lock, pid: int) -> None:
+    if os.getpid() == pid:  # no forked child
+        lock.release(remove=True)
 
 
 def _write(path: Path, content: Any) -> list[Any]:

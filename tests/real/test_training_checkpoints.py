@@ -297,6 +297,16 @@ def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(docu
     assert len(found) > 4
 
 
+def test_a_new_process_rolls_back_at_once(tmp_path: Path) -> None:
+    model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
+    with checkpoints(tmp_path / "run", remote=remote) as saved:
+        for step in (4, 8):
+            saved.save(step, model=model)
+    with checkpoints(tmp_path / "run", remote=remote) as saved:
+        assert saved.rollback(to=4, model=model) == 4
+    assert checkpoints(tmp_path / "new node", remote=remote).restore_latest(model=model) == 4
+
+
 def test_conjugate_views_are_saved_as_they_are(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j])
     holder = SimpleNamespace(state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict)

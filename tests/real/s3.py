@@ -111,6 +111,8 @@ class Request:
     received: int = 0
     """Bytes of the answer's body."""
     at: float = field(default_factory=time.monotonic)
+    ended: bool = False
+    """Answered, or cut."""
 
     @property
     def kind(self) -> str:
@@ -161,9 +163,13 @@ class Relay:
             cut(connection)
 
     def drain(self) -> None:
-        """Waits until no connection is open: a request may outlive the process that sent it."""
+        """Waits until no connection is open: a request may outlive the process that sent it.
+
+        On a busy machine weed once took more than a minute for one.
+        """
         with self._server.closed:
-            assert self._server.closed.wait_for(lambda: not self._server.connections, 60)
+            closed = self._server.closed.wait_for(lambda: not self._server.connections, 300)
+        assert closed, [request for request in self.requests if not request.ended]
 
     def of(self, kind: str) -> list[Request]:
         return [request for request in self.requests if request.kind == kind]
@@ -228,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._exchange(request, upstream)
         finally:
+            request.ended = True
             upstream.close()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass

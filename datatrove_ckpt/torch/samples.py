@@ -158,7 +158,7 @@ Arrays: TypeAlias = dict[str, Any]
 """For each column an array of numbers, one row for each sample; where that is not possible, a list of values."""
 
 _COPIED_TOGETHER = 2**20
-"""Up to this many bytes, token rows are views of one copy."""
+"""Token rows that end within so many bytes are views of one copy."""
 
 _EXACT_IN_FLOATS = 2**53
 """A float64 holds each integer up to this size."""
@@ -166,15 +166,11 @@ _EXACT_IN_FLOATS = 2**53
 
 def table_rows(table: pa.Table) -> list[Row]:
     """The rows of a table, in its order of columns."""
-    names = table.column_names
-    columns = [_values(column) for column in table.columns]
-    if len(columns) == 1:
-        [name] = names
-        return [{name: value} for value in columns[0]]
-    if len(columns) == 2:
-        first, second = names
-        return [{first: one, second: other} for one, other in zip(*columns, strict=True)]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    rows: list[Row] = [{} for _ in range(table.num_rows)]
+    for name, column in zip(table.column_names, table.columns, strict=True):  # by column: a third of the time of dict()
+        for row, value in zip(rows, _values(column), strict=True):
+            row[name] = value
+    return rows
 
 
 def json_row(row: Row) -> Row:
@@ -290,12 +286,12 @@ def numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
 
 
 def _token_rows(content: Any, lengths: Any) -> list[Any]:
-    length = int(lengths[0])
-    if (lengths == length).all():
-        lists = content.reshape(len(lengths), length)
-        together = max(1, _COPIED_TOGETHER // max(1, lists[0].nbytes))
-        return [row for first in range(0, len(lists), together) for row in lists[first : first + together].copy()]
-    together, ends = content.nbytes <= _COPIED_TOGETHER, np.cumsum(lengths).tolist()
-    content = content.copy() if together else content
-    rows = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return rows if together else [row.copy() for row in rows]
+    ends = np.cumsum(lengths)
+    firsts = np.flatnonzero(np.diff(ends * content.itemsize // _COPIED_TOGETHER, prepend=-1))
+    rows: list[Any] = []
+    begin = 0
+    for group in np.split(ends, firsts[1:]):
+        copied, stops = content[begin : group[-1]].copy(), (group - begin).tolist()
+        rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+        begin = int(group[-1])
+    return rows

@@ -58,7 +58,7 @@ def test_values_are_those_of_pyarrow() -> None:
             assert table_rows(table) == table.to_pylist(), name
 
 
-@pytest.mark.parametrize("together", [0, 10**9])
+@pytest.mark.parametrize("together", [1, 8, 10**9])
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_COPIED_TOGETHER", together)
@@ -67,6 +67,7 @@ def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monk
         assert [row.tolist() for row in rows] == table["a"].to_pylist()
         assert {row.dtype for row in rows} == {np.dtype(LISTS[name].type.value_type.to_pandas_dtype())}
         for row in rows:
+            assert row.base.nbytes <= together + max(one.nbytes for one in rows), "a row keeps few others in memory"
             row += 1
         assert table["a"].to_pylist() == LISTS[name].to_pylist()
 

@@ -186,8 +186,13 @@ class ChunkOutput:
             if self._target.is_first:
                 files.disk.remove_dir(self._unpublished)
                 files.disk.sync_dir(self.folder)  # else, after a power loss, the file seems to be a stranger's
-                self._target.is_first = False
-            hashes = self._target.publish(chunk_index, staging, paths)
+            try:
+                hashes = self._target.publish(chunk_index, staging, paths)
+            except FileExistsError:
+                files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
+                self._check.refuse_others(self._target.others_files(paths))
+                raise
+            self._target.is_first = False
         finally:
             staged.abandon()
         return [

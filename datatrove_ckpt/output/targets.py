@@ -82,6 +82,9 @@ class Target:
         Args:
             staging: the folder of the chunk's staged files, which is removed once nobody needs them.
             staged: paths of the staged files, by their names in the folder.
+
+        Raises:
+            FileExistsError: another job has just put a file there, and ``is_first``.
         """
         raise NotImplementedError
 
@@ -125,9 +128,21 @@ class LocalTarget(Target):
         with explained("read", final):
             return not final.exists() or filecmp.cmp(staged, final, shallow=False)
 
+    def _claim(self, staged: Path, name: str) -> None:
+        """Of two jobs that found the folder without the file, one alone can link it. Raises FileExistsError."""
+        try:
+            os.link(staged, self._folder / name)
+        except FileExistsError:
+            if not self._may_rename(staged, name):
+                raise
+        except OSError:
+            pass  # a file system without hard links, or an error that renaming has, too
+
     def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
         for name, path in staged.items():
             files.disk.make_dirs((self._folder / name).parent)
+            if self.is_first:
+                self._claim(path, name)
             files.disk.rename(path, self._folder / name)
         for folder in dict.fromkeys((self._folder / name).parent for name in staged):  # names survive a power loss
             files.disk.sync_dir(folder)

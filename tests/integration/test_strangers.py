@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from datatrove_ckpt.checkpoint.layout import NOTHING_PUBLISHED
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
 from tests.crash.test_every_effect import answered
@@ -138,6 +140,31 @@ def test_the_slower_job_overwrites_nothing_however_often_it_is_started(tmp_path:
         job(tmp_path, other, "b").run(documents(5))  # as the message says
         assert {text: other.asked[text] for text in kept} == {text: asked[text] for text in kept}, "paid twice"
     assert len(outputs(tmp_path / "output")) == 3
+
+
+@pytest.mark.parametrize("mirror", [None, "mirror"])
+def test_of_two_jobs_that_publish_their_first_file_at_one_moment_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str | None
+) -> None:
+    looks = LocalTarget.others_files
+    remote = mirror and str(tmp_path / mirror)
+
+    def looks_first(target: LocalTarget, staged: Mapping[str, Path]) -> list[str]:
+        found = looks(target, staged)
+        if not one.asked:
+            job(tmp_path, one, "a").run(documents(5))
+        return found
+
+    with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
+        monkeypatch.setattr(LocalTarget, "others_files", looks_first)
+        for said in ("jsonl is there with other content, which this rank has not", "Another run wrote them"):
+            second = runner(tmp_path / "b", other, output_writer=writer(tmp_path), checkpoints_remote_dir=remote)
+            with pytest.raises(OutputMismatch, match=said):
+                second.run(documents(5))
+        job(tmp_path, one, "a").run(documents(5))  # still what it has committed
+    written = [path.read_text() for path in (tmp_path / "output").glob("*.jsonl")]
+    assert len(written) == 3
+    assert not [content for content in written if '"text":"b"' in content]
 
 
 def test_a_job_that_was_killed_before_its_first_file_overwrites_no_files_of_one_that_came_between(

@@ -10,9 +10,7 @@ datatrove_ckpt.inference...``); importing datatrove, which they do not need, wou
 """
 
 import os
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -31,10 +29,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.errors import CkptError as CkptError
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
     from datatrove_ckpt.jobs_executor import JobsPipelineExecutor as JobsPipelineExecutor
-    from datatrove_ckpt.operations import doctor as doctor
-    from datatrove_ckpt.operations import fork as fork
-    from datatrove_ckpt.operations import migrate as migrate
-    from datatrove_ckpt.operations import relocate as relocate
+    from datatrove_ckpt.preflight.doctor import doctor as doctor
     from datatrove_ckpt.preflight.reshard.run import reshard as reshard
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
@@ -58,7 +53,7 @@ _MODULES = {
     "reshard": "datatrove_ckpt.preflight.reshard.run",
     "run": "datatrove_ckpt.cli.short_form",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
-    **dict.fromkeys(("doctor", "fork", "migrate", "relocate"), f"{__name__}.operations"),
+    "doctor": f"{__name__}.preflight.doctor",
 }
 
 __all__ = [*_MODULES]
@@ -74,30 +69,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():
         return getattr(import_module(_MODULES[name]), name)
-
-
-def _alias(name: str, target: str) -> ModuleType:
-    """A module under another name, imported when one of its names is first used."""
-
-    def find(attribute: str) -> object:
-        if attribute.startswith("__"):  # asked by the import system and by inspection
-            raise AttributeError(attribute)
-        return getattr(import_module(target), attribute)
-
-    module = ModuleType(name, f"Another name for ``{target}``.")
-    vars(module).update(__getattr__=find, __dir__=lambda: dir(import_module(target)))
-    return module
-
-
-for _name, _target in {
-    "slurm": f"{__name__}.cli.slurm_submit",  # its name in 0.1. Executors that 0.1 pickled, queued in Slurm, import it
-    "readers.blocks": f"{__name__}.torch.blocks",
-    "readers.steps": f"{__name__}.readers.shard",  # tasks in a queue import it
-    "cli.quiet_errors": f"{__name__}.process.task_errors",  # likewise, before 0.2
-    "run_inference": __name__,  # as in datatrove.pipeline.inference
-    "types": _TYPES,
-}.items():
-    sys.modules.setdefault(f"{__name__}.{_name}", _alias(f"{__name__}.{_name}", _target))
 
 
 def __dir__() -> list[str]:

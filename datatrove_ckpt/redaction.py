@@ -130,7 +130,7 @@ def is_secret(name: str, value: object) -> bool:
     if not isinstance(value, str):
         return False
     outer, _, last = name.rpartition(".")
-    if outer.lower().endswith("headers") or _HASH.fullmatch(value):
+    if outer.lower().endswith(("headers", "extra_query")) or _HASH.fullmatch(value):
         return True
     # "keyword": "short" and "key_prompt": "Name the key." are none.
     guessed = may_name_secret(last) and len(value) >= _MIN_GUESSED and value.isprintable() and " " not in value
@@ -359,7 +359,7 @@ def note_sent(payload: object) -> None:
     for secret in secrets_among("payload", payload):
         for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():  # after "Bearer "
             if len(text) >= _MIN_FOUND and not _PLACEHOLDER.fullmatch(text):
-                _sent[text] = None
+                _sent[text] = _sent.pop(text, None)  # at the end
     while len(_sent) > _MOST_SENT:
         del _sent[next(iter(_sent))]
 

@@ -23,6 +23,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
+    CkptError,
     ConfigError,
     DocumentError,
     InputError,
@@ -82,7 +83,7 @@ class file_system_call(frames_cut):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        if isinstance(error, Exception) and not isinstance(error, OSError):
+        if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
             raise FileSystemFailed(error_text(error)) from error
 
 
@@ -172,6 +173,11 @@ def http_status(error: BaseException | None) -> int | None:
         getattr(found, "code", None),  # gcsfs, google.api_core
     )
     return next((status for status in places if isinstance(status, int)), None)
+
+
+def is_taken(error: BaseException) -> bool:
+    """Whether an object was not created because there is one of its name."""
+    return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
 def advised_seconds(error: BaseException) -> float | None:
@@ -333,6 +339,8 @@ class RetryPolicy:
         while True:
             try:
                 return call()
+            except CkptError:  # a refusal of ours
+                raise
             except Exception as error:
                 seconds = attempts.failed(what, error)
             (sleep or self.sleep)(seconds)

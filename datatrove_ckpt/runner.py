@@ -13,7 +13,7 @@ from datatrove.data import Document
 from datatrove.utils.stats import Stats
 
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process import event_loop, task_log  # noqa: F401 (task_log: for its import)
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
 from datatrove_ckpt.redaction import Veiled
@@ -60,11 +60,15 @@ class InferenceRunner(Step):
         hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a commit.
         hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may make 128.
         monitoring: metrics and tracking.
-        keep_answers: keep answers of committed documents for a fork. They need about as much room as the output, and no
-            mirror holds them.
-        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. One of ``{"file": path}``
-            that exists then, ``{"url": ...}`` that answers 200, ``{"command": [...]}`` that ends with 0, and
-            ``{"cloud": "aws"}``, "gcp" or "azure". Asked every 5 seconds.
+        keep_answers: keep answers of committed documents for ``answers_from``. They need about as much room as the
+            output, and no mirror holds them.
+        finished_from: folders or URLs of an old output. Documents found there by id and text keep their results, and
+            need no request. datatrove's runner, or ours, wrote it: JSON lines, Parquet or journals. ``${rank}``, and
+            ``*`` in the last part, name a task's own files.
+        answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many tasks. A request whose
+            final payload is equal takes the answer that its document got there, if that is still kept.
+        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"cloud": "aws"}``,
+            "gcp" or "azure", or ``{"command": [...]}`` that ends with 0. Asked every 5 seconds.
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -311,6 +311,12 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(autouse=True)
+def _no_rest_after_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of tests send nothing unasked, but for those of test_client.py, which rest for longer."""
+    monkeypatch.setattr("datatrove_ckpt.inference.client.plain.QUIET", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _no_job_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test leaves the end of its Slurm job to the next: ranks would stop for it."""
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})

@@ -60,7 +60,7 @@ def write_input(folder: Path, *numbers: int) -> None:
 
 def make_writer(folder: Path, template: str = TEMPLATE, compression: str | None = None) -> DiskWriter:
     if template.endswith(".parquet"):
-        return ParquetWriter(str(folder / "output"), template)
+        return ParquetWriter(str(folder / "output"), template, expand_metadata=True)
     return JsonlWriter(str(folder / "output"), template, compression=compression)
 
 
@@ -100,11 +100,13 @@ class Killer:
 
     Args:
         seed: of what chance decides.
+        rejected: requests with this text are bad requests.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rejected: str = "nothing") -> None:
         self.chance = random.Random(seed)
-        self.server = FakeServer(delay=self._delay)
+        self.server = FakeServer(delay=self._delay, status=lambda asked, times: 400 if rejected in str(asked) else None)
+        self.server.error = "BadRequestError"
         self._left = 0
         self._process: int | None = None  # a descriptor: it never means another process
         self._timer: threading.Timer | None = None
@@ -129,9 +131,9 @@ class Killer:
         return self.chance.choice([0, 0, 0.002, 0.02])
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if (process := self._process) is not None:  # ``run`` may set it to None meanwhile
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+                signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 # the process ---------------------------------------------------------------------------------------------------------
@@ -145,6 +147,7 @@ def _job(
     template: str = TEMPLATE,
     compression: str | None = None,
     size: int = SIZE,
+    checkpoints: bool = True,
 ) -> None:
     """Runs it, with datatrove's executor if there are several tasks."""
     from datatrove.executor import LocalPipelineExecutor
@@ -161,8 +164,9 @@ def _job(
         rollout,
         config,
         make_writer(Path(folder), template, compression),
-        checkpoints_local_dir=f"{folder}/checkpoints",
+        checkpoints_local_dir=f"{folder}/checkpoints" if checkpoints else None,
         records_per_chunk=size,
+        skip_bad_requests=True,
     )
     reader = JsonlReader(f"{folder}/input")
     if tasks == 1:

@@ -38,7 +38,7 @@ def write_input(folder: Path) -> None:
         (folder / f"part-{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def run(folder: Path, url: str, rank: int, **changes: Any) -> None:
+def run(folder: Path, url: str, rank: int, output: str | None = None, **changes: Any) -> None:
     """Runs one task of the job, with the package that is there. Uses only what 0.1.0 has, too."""
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -56,7 +56,7 @@ def run(folder: Path, url: str, rank: int, **changes: Any) -> None:
             rollouts_per_document=2,
             max_concurrent_generations=1,
         ),
-        JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+        JsonlWriter(output or str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir=str(folder / "checkpoints"),
         records_per_chunk=PER_CHUNK,
         skip_bad_requests=True,

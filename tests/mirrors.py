@@ -115,21 +115,21 @@ class Job:
 
 
 def refuse_the_second(folder: Path, remotes: tuple[str, str], **settings: Any) -> None:
-    """Two jobs start into one empty folder. Checks that the one that is killed first and starts on another node stops.
+    """Two jobs start into one empty folder. The later one is refused, also once the first has lost its node.
 
-    All answers of the other one say "first".
+    All answers of the first one say "first".
     """
     one, two = (Job(folder, remote) for remote in remotes)
     two.checkpoints = folder / "second"
-    two.run_until("text 1", **settings)
-    with FakeServer(answer=lambda path, text: f"first {text}") as server:
-        one.run(server, **settings)
-    two.lose_the_node()
-    for _ in range(2):  # the refusal leaves nothing that would allow it
-        with FakeServer(answer=lambda path, text: f"second {text}") as server:
-            with pytest.raises(OutputMismatch):
+    one.run_until("text 1", **settings)
+    for lose in (lambda: None, one.lose_the_node):
+        lose()
+        with FakeServer() as server:
+            with pytest.raises(OutputMismatch, match="belongs to another run"):
                 two.run(server, **settings)
             assert not server.asked
+    with FakeServer(answer=lambda path, text: f"first {text}") as server:
+        one.run(server, **settings)
 
 
 def up_to(question: str, number: int = 6) -> Counter[str]:

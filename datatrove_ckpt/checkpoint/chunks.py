@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import Forked
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
@@ -69,7 +68,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkSlot:
-    """The slot of a document that must be processed. ``cached``: an earlier attempt left answers for it."""
+    """The slot of a document that must be processed. ``cached``: there may be answers to it."""
 
     ordinal: int
     chunk: Chunk
@@ -94,7 +93,6 @@ class ChunkTracker:
         self._committed = point.done
         self._recovered = {index: journal.recovered for index, journal in point.journals.items()}
         self._cached = set(point.cached)
-        self._forked = point.forked
         self._next_chunk = point.next_chunk
         self._next_ordinal = point.next_ordinal
         self._current: Chunk | None = None
@@ -115,8 +113,6 @@ class ChunkTracker:
         ordinal = chunk.next_ordinal
         chunk.read += 1
         chunk.position, chunk.last_input = position, fingerprint
-        if self._forked is not None:
-            self._check_fork(self._forked, ordinal, fingerprint)
         committed = self._committed.get(chunk.index)
         if committed is not None:
             self._pass_committed(chunk, committed)
@@ -148,23 +144,8 @@ class ChunkTracker:
                 "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with "
                 "another checkpoints_local_dir, output_folder and logging_dir."
             )
-        if self._forked is not None and self._forked.documents not in (None, self.documents):
-            raise self._other_input(self._forked, f"it had {self._forked.documents} documents, not {self.documents}")
         if self._current is not None:
             self._fill(self._current)
-
-    def _check_fork(self, forked: Forked, ordinal: int, fingerprint: str) -> None:
-        if forked.documents is not None and ordinal >= forked.documents:
-            raise self._other_input(forked, f"it had {forked.documents} documents, and this one has more")
-        if forked.fingerprints.get(ordinal, fingerprint) != fingerprint:
-            raise self._other_input(forked, f"document {ordinal} of this rank is another one there")
-
-    def _other_input(self, forked: Forked, what: str) -> CheckpointMismatch:
-        return CheckpointMismatch(
-            f"The input is not that of {forked.source}, from which {self._folder} was forked: {what}. Restore "
-            "the input and the steps before this one, or start a new run, which is no fork, with another "
-            "checkpoints_local_dir, output_folder and logging_dir."
-        )
 
     @property
     def documents(self) -> int:

@@ -17,6 +17,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import orjson
+import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
@@ -77,6 +78,11 @@ def repair_command(*what: Path | str, logging_dir: str | None = None, output: st
     return shlex.join(command)
 
 
+def stamp_of(text: str) -> int:
+    """The stamp of a file, see ``OutputFile``, from a text that changes with the file; 0: there is no such text."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0  # 53 bits: every reader of JSON keeps them
+
+
 @dataclass(slots=True)
 class OutputFile:
     """A published file.
@@ -87,17 +93,19 @@ class OutputFile:
         xxh128: of its content.
         hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not in LFS; "" elsewhere,
             in a bucket, and in commits of an earlier release.
+        stamp: a number that changes with the file, from what its file system tells of it: time of change and inode, or
+            ETag. As in git's index, only a file with another stamp is read to be compared. 0: not known.
     """
 
     path: str
     size: int
     xxh128: str
     hub_hash: str = ""
+    stamp: int = 0
 
     def to_json(self) -> Json:
-        """Without a hash that is not known: such lines are those of earlier releases."""
-        fields = asdict(self)
-        return fields if self.hub_hash else {name: value for name, value in fields.items() if name != "hub_hash"}
+        """Without what is not known: such lines are those of earlier releases."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("hub_hash", "stamp")}
 
 
 @dataclass(slots=True)
@@ -224,7 +232,8 @@ class Commit:
     def _check(self) -> None:
         """The output's names are acted on: ``repair`` removes these files."""
         numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *_numbers(self.counts)]
-        if not all(map(is_count, [*numbers, *(file.size for file in self.files)])):
+        numbers += [number for file in self.files for number in (file.size, file.stamp)]
+        if not all(map(is_count, numbers)):
             raise ValueError("a number is missing or negative")
         if not is_seconds(self.at):
             raise ValueError("its time is damaged")

@@ -9,6 +9,7 @@ Errors of the operating system and of SQLite become ``StorageFailed``, which nam
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -43,6 +44,9 @@ MAX_OPEN_FILES = 64
 # else (the output, ``last_chunk``, parent folders) follows the user's umask.
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 PUBLIC_FILE, PUBLIC_FOLDER = 0o666, 0o777
+
+# What file systems without hard links answer, and those that limit them.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 # ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many seconds.
 _TRIES, _LOOK_SECONDS, _PATIENCE_SECONDS = 100, 0.005, 10.0
@@ -97,6 +101,15 @@ class Disk:
         """Renames atomically, over any old ``target``."""
         with explained(f"rename {source} to", target):
             source.replace(target)
+
+    def link(self, source: Path, target: Path) -> bool:
+        """Gives the file a second name, unless that name exists. Returns whether it did."""
+        with explained(f"link {source} to", target):
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                return False
+        return True
 
     def truncate(self, path: Path, size: int) -> None:
         """Cuts the file to ``size`` bytes."""
@@ -188,6 +201,21 @@ class Disk:
         self.write_new(new, [data] if isinstance(data, bytes) else data, mode, like=path)
         self.rename(new, path)
         self.sync_dir(path.parent)
+
+    def put_new(self, source: Path, target: Path) -> bool:
+        """Gives a file its final name, unless that name exists; the old name may stay. Returns whether it did.
+
+        On a file system without hard links, two processes that do this at one moment may both succeed.
+        """
+        try:
+            return self.link(source, target)
+        except StorageFailed as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _NO_LINKS:
+                raise
+        if target.exists():
+            return False
+        self.rename(source, target)
+        return True
 
     # bookkeeping ---------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import orjson
+import xxhash
 from loguru import logger
 
 from datatrove_ckpt import __version__
@@ -53,88 +54,6 @@ from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 # The fields by which two runs are the same run, as ``run.json`` and ``job.json`` keep them.
-
-
-# What a rank keeps of the run that it was forked from: ``forked`` in its ``run.json``.
-#
-# A fork processes the same input with another prompt or model, so nothing that is finished there is finished here. It
-# keeps what shows that the input is the same (fingerprints of some documents, and their number), and a request cache:
-# an answer in it is used if the final payload of a request is equal.
-#
-# Until its first start such a rank has no owner that ever worked on it (fence 0), and takes any settings but those that
-# change answers without being in the payload, and the number of tasks, by which the input is dealt out.
-
-
-FORKED = "forked"
-OF_INPUT = ("identity_version", "tasks")
-"""Fields of the identity with which a fork cannot use the input if they differ."""
-WAY_OUT = (
-    "Go back to the old value, or fork again with --no-answers into another folder: then these settings may change. "
-    "With another number of tasks nothing can be kept: start a new run instead."
-)
-"""What a user does about settings that do not fit what a fork keeps."""
-
-
-@dataclass(frozen=True)
-class Forked:
-    """What was kept.
-
-    Attributes:
-        source: the checkpoint of the other run, for people.
-        documents: how many documents the rank's input has; None: the other run had not read all of it.
-        fingerprints: of documents as they were read, by ordinal.
-    """
-
-    source: str
-    documents: int | None = None
-    fingerprints: dict[int, str] = field(default_factory=dict)
-
-    def to_json(self) -> Json:
-        fingerprints = {str(ordinal): text for ordinal, text in self.fingerprints.items()}
-        return {"from": self.source, "documents": self.documents, "fingerprints": fingerprints}
-
-    @classmethod
-    def of(cls, run: Mapping[str, Any]) -> Forked | None:
-        """What ``run.json`` says; None if the rank is no fork.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        found = run.get(FORKED)
-        if found is None:
-            return None
-        try:
-            fingerprints = {int(ordinal): text for ordinal, text in found["fingerprints"].items()}
-            forked = cls(found["from"], found["documents"], fingerprints)
-            texts = (forked.source, *fingerprints.values())
-            if not all(isinstance(text, str) for text in texts) or not is_count(forked.documents or 0):
-                raise TypeError
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError("what it says of the run that it was forked from is damaged") from None
-        return forked
-
-
-def is_unstarted(run: Mapping[str, Any]) -> bool:
-    """Whether a fork has made this ``run.json``, and no process has worked on the rank yet."""
-    return FORKED in run and not run.get("owner", {}).get("fence", 0)
-
-
-def fork_lock(root: Path) -> Path:
-    """The lock of a fork that is being made, and the first thing of it that is on the disk; ``root`` is the last."""
-    return root.absolute().with_name(f"{root.name}.forking.lock")
-
-
-def refuse_half_forked(root: Path) -> None:
-    """Refuses a start that would pay for the answers which an interrupted fork was to keep.
-
-    Raises:
-        CheckpointMismatch: it says what to do.
-    """
-    if (lock := fork_lock(root)).exists() and not any(root.glob("*")):
-        raise CheckpointMismatch(
-            f"`datatrove-ckpt fork` was interrupted while it made {root}, or is still at work. Run the fork again. To "
-            f"start without what it keeps, remove {lock}."
-        )
 
 
 _USERS_FIELDS = (
@@ -176,6 +95,11 @@ class RunIdentity:
     def kept(self) -> Json:
         """The fields as files keep them."""
         return as_kept(self.fields)
+
+    @property
+    def digest(self) -> str:
+        """The same for two runs with the same fields."""
+        return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
 
 
 def fields_without_secrets(fields: Json) -> Json:
@@ -231,8 +155,8 @@ WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file. 0.1.0 wrote none."""
 RESHARDS = "reshards"
 """In ``run.json``: how many times ``shares.json`` said, at the rank's last start, that the input was dealt out anew."""
-NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, FORKED, RESHARDS, "owner", "accepted_changes"})
-"""What ``run.json`` and ``job.json`` hold besides the identity of the run."""
+NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, RESHARDS, "owner", "accepted_changes", "forked"})
+"""What ``run.json`` and ``job.json`` hold besides the identity of the run. Earlier builds of 0.2.0 wrote ``forked``."""
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
@@ -283,7 +207,10 @@ _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"
 _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\.")
-_LAYOUT = frozenset({"records_per_chunk", "tasks"})
+OUTPUT_FOLDER = "output_folder"
+"""In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the identity: files may
+be moved. Tasks that run at one time must agree about it."""
+_LAYOUT = frozenset({"records_per_chunk", "tasks", OUTPUT_FOLDER})
 
 
 class Change(NamedTuple):
@@ -393,13 +320,11 @@ class RunClaim:
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
         old = read_run(self._path) if self._path.exists() else {}
-        self.is_first = not old or is_unstarted(old)
+        self.is_first = not old
         """Whether no process has owned the rank before."""
-        self.forked = Forked.of(old)
-        """What the rank keeps of the run that it was forked from; None: it is no fork."""
         if old:
             changes = compare(old, identity)
-            if not (self.is_first or describe_alike(old, identity.fields)):
+            if not describe_alike(old, identity.fields):
                 logger.warning(
                     f"{self._path}: another version of datatrove-ckpt described the code of this run in another way, "
                     "so the code is not compared this time. From now on it is."
@@ -412,7 +337,7 @@ class RunClaim:
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _accept(folder, changes, identity, accept_changes, self.is_first)
+            self._accepted += _accept(folder, changes, identity, accept_changes)
         else:
             refuse_missing_run_json(folder)
 
@@ -426,8 +351,6 @@ class RunClaim:
         owner = new_owner(self._fence + attempts, self._earlier, commits)
         reshards = {RESHARDS: self._reshards} if self._reshards else {}
         kept = {**self._fields, **reshards, "owner": owner}
-        if self.forked is not None:
-            kept[FORKED] = self.forked.to_json()
         if self._accepted:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, sealed_json(kept))
@@ -442,13 +365,6 @@ def read_run(path: Path) -> Json:
         StorageFailed: it cannot be read.
     """
     return without_its_secrets(run_with_secrets(path))
-
-
-def was_restored(folder: Path) -> bool:
-    """Whether a rank's folder came from a mirror at some time: what the rank did after that version is lost."""
-    path = folder / RUN
-    earlier = read_run(path).get("owner", {}).get("earlier", {}) if path.exists() else {}
-    return any(newest is not None for newest in earlier.values())
 
 
 def run_with_secrets(path: Path) -> Json:
@@ -507,17 +423,14 @@ def check_run(content: object) -> Json:
         raise ValueError("a number in it is none")
     if (content.get("tasks") or 0) > _MAX_TASKS:
         raise ValueError(f"it names {content['tasks']} tasks")
-    Forked.of(content)
     if not isinstance(accepted, list) or not all(isinstance(change, dict) for change in accepted):
         raise ValueError("its accepted_changes is no list of changes")
     return content
 
 
-def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool, is_unstarted: bool) -> list[Json]:
+def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool) -> list[Json]:
     if not changes:
         return []
-    if is_unstarted:
-        raise refusal(f"The run that {folder} was forked from was", changes, WAY_OUT)
     if not holds_work(folder):
         names = ", ".join(change.field for change in changes)
         logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {names}.")
@@ -527,17 +440,20 @@ def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: 
     return records(changes)
 
 
-def compare(kept: Json, identity: RunIdentity) -> list[Change]:
-    """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it."""
+def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:
+    """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it.
+
+    Args:
+        with_output: compare ``output_folder``, too.
+    """
     old, new = settings_in(kept), settings_in(identity.kept)
     if not describe_alike(old, new):
         old, new = without_code(old), without_code(new)
-    if is_unstarted(kept):
-        new = {name: value for name, value in new.items() if name in old}
     return [
         Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
         for name in dict.fromkeys([*old, *new])
-        if (name in old) != (name in new) or not same_value(name, old.get(name), new.get(name))
+        if (with_output or name != OUTPUT_FOLDER)
+        and ((name in old) != (name in new) or not same_value(name, old.get(name), new.get(name)))
     ]
 
 
@@ -594,7 +510,7 @@ def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
     found = {
         (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
         for change in changes
-        if change.get("field") != "output_folder"
+        if change.get("field") != OUTPUT_FOLDER
     }
     return list(found)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
+    OUTPUT_FOLDER,
     RESHARDS,
     Change,
     RunIdentity,
@@ -32,6 +33,7 @@ from datatrove_ckpt.checkpoint.identity import (
     records,
     refusal,
     run_with_secrets,
+    stamped,
     way_back,
     without_its_secrets,
 )
@@ -86,11 +88,12 @@ class JobChanges:
 
 
 class KeptRun(NamedTuple):
-    """What is kept of a rank: its ``run.json``, whether that binds the rank to its run, and whether it is finished."""
+    """What is kept of a rank: its ``run.json``, whether that binds the rank to its run, and in which state it is."""
 
     run: Json
     is_bound: Callable[[], bool]
     is_finished: Callable[[], bool]
+    is_live: Callable[[], bool]
 
 
 Counts: TypeAlias = Callable[[Change], bool]
@@ -98,11 +101,14 @@ Counts: TypeAlias = Callable[[Change], bool]
 
 
 @contextmanager
-def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool) -> Iterator[None]:
+def join_job(
+    root: Path, rank: int, identity: RunIdentity, accept_changes: bool, check_output: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Compares a rank that starts with the other ranks of its job. Inside the block, the rank writes ``run.json``.
 
     Args:
         root: ``checkpoints_local_dir``.
+        check_output: called before ``job.json`` names another output folder; an error of it refuses the rank.
 
     Raises:
         CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
@@ -112,13 +118,47 @@ def join_job(root: Path, rank: int, identity: RunIdentity, accept_changes: bool)
     guard = None if is_current else _guard(root, identity)
     try:
         if not (is_current or _is_current(root, identity)):
-            files.disk.replace(root / JOB, _next_job(root, rank, identity, accept_changes))
+            content = _next_job(root, rank, identity, accept_changes)
+            if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
+                check_output()
+            files.disk.replace(root / JOB, content)
         yield
     finally:
         if guard is not None:
             guard.release(remove=True)
-    if not _agrees(root, identity):  # another job started at the same instant
-        raise _refusal(root, JobChanges(compare(_read(root), identity), [rank]), identity)
+    if changes := compare(_read(root), identity, with_output=True):  # another job started at the same instant
+        raise _refusal(root, JobChanges(changes, [rank]), identity)
+
+
+def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
+    """Returns the output folder of the last start, which finished ranks may not name; None if nothing names it.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        runs: the content of each ``run.json``, for a folder without ``job.json``.
+    """
+    contents = list(runs)
+    with suppress(CheckpointError):  # ``verify`` reports damage elsewhere
+        contents.insert(0, _read(root))
+    folders = (content.get(OUTPUT_FOLDER) for content in contents)
+    return next((str(folder) for folder in folders if folder), None)
+
+
+def note_output(root: Path, folder: str) -> None:
+    """Writes into ``job.json`` where the output is. No rank that runs may write elsewhere.
+
+    Raises:
+        CheckpointError: ``job.json`` is damaged, or cannot be written.
+    """
+    if _read(root).get(OUTPUT_FOLDER, folder) == folder:
+        return
+    with suppress(CheckpointLocked):  # a rank that starts writes it
+        guard = files.Lock(root / JOB_LOCK)
+        try:
+            job = _read(root)  # a rank may have written it since
+            files.disk.replace(root / JOB, sealed_json(stamped({**job, OUTPUT_FOLDER: folder})))
+        finally:
+            guard.release(remove=True)
 
 
 def compare_job(
@@ -176,10 +216,11 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """``job.json`` agrees, also about code, and need not be written again without a secret."""
+    """``job.json`` agrees, also about code and place, and need not be written again without a secret."""
     job = run_with_secrets(path) if (path := root / JOB).exists() else {}
     clean = without_its_secrets(job)
-    return bool(job) and job == clean and not compare(job, identity) and describe_alike(job, identity.fields)
+    is_same = job == clean and not compare(job, identity, with_output=True)
+    return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
@@ -225,7 +266,10 @@ def _compare_ranks(
 
 
 def _kept_here(folder: Path, run: Json) -> KeptRun:
-    return KeptRun(run, lambda: holds_work(folder) or _is_live(folder, run), lambda: is_finished(folder))
+    def is_live() -> bool:
+        return _is_live(folder, run)
+
+    return KeptRun(run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live)
 
 
 def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, counts: Counts) -> JobChanges:
@@ -237,7 +281,9 @@ def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, 
     """
     found, accepted = JobChanges(), _accepted([job, *(each.run for each in kept.values())])
     for rank, each in kept.items():
-        changes = [change for change in compare(each.run, identity) if counts(change)]
+        changes = [change for change in compare(each.run, identity, with_output=True) if counts(change)]
+        if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
+            changes = [change for change in changes if change.field != OUTPUT_FOLDER]
         if changes and not each.is_bound():
             found.empty.append(rank)
             continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -44,17 +43,18 @@ FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for 
 """What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
-NOTHING_PUBLISHED = "nothing_published"
-"""A folder, there until the rank publishes its first file: what it finds in its way before that is of another job."""
-PUBLISHES = "publishes"
-"""An empty file, there before a rank with a mirror publishes its first file, first here and then in the mirror: what a
-rank without it and without commits finds in its way is of another job, on whichever node it starts."""
+OUTPUT_STAGING = ".datatrove-ckpt-staging"
+"""The hidden folder below a local output folder, and the prefix of probes below a remote one. Readers skip it."""
+OWNER = "datatrove-ckpt-owner-"
+"""Part of the name of the file beside an output folder that names its owner."""
+PUBLISHING = "publishing.jsonl"
+"""What the rank may have published, see ``intents``."""
+HOME = "home"
+"""Below ``checkpoints_local_dir``: where the run began. Its output folder knows it by that, see ``output/owner.py``."""
 RETRY_INPUT = "input.jsonl"
 """In the folder of a retry: the dead letters that it processes."""
-FROM_DATATROVE = "datatrove"
-"""Below ``checkpoints_local_dir``: what ``migrate`` has moved aside, datatrove's own checkpoint and output."""
-MIGRATED = "migrated.json"
-"""In the folder of a rank that datatrove's own runner began: what ``migrate`` took over, and what is to be moved."""
+CHECKPOINT_LINES = (COMMITS, DEAD_LETTERS, KEPT_ANSWERS, HISTORY, PUBLISHING, RETRY_INPUT)
+"""Files of JSON lines that are no journals."""
 RETRIES = "retry-*"
 """Pattern of the folders of retries, below ``checkpoints_local_dir``."""
 
@@ -62,6 +62,11 @@ RETRIES = "retry-*"
 _RANK = re.compile(r"[0-9]{5,}")
 _JOURNAL = re.compile(r"chunk_([0-9]{5,18})\.jsonl")
 _RETRY = re.compile(r"retry-([0-9]{5,18})")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file in or beside an output folder is no output: a staged file, or the record of an owner."""
+    return OUTPUT_STAGING in name or OWNER in name
 
 
 def rank_folder(root: Path, rank: int) -> Path:
@@ -176,29 +181,23 @@ def retry_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# Folders that another program made, datatrove's own runner above all: refused, with the command that goes on there.
+# Folders that another program made, datatrove's own runner above all: refused, with the setting that continues there.
 
 
-def _on_job(command: str, flag: str, value: object) -> str:
-    """A command on the script that is running, else on CONFIG. Who knows CONFIG, a script perhaps, puts it in."""
+def reshard_command(tasks: int) -> str:
+    """Returns the command that deals out what is left, on the script that is running, else on CONFIG."""
     main, script = sys.modules["__main__"], next(iter(sys.argv), "")
     is_main = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
     is_script = is_main and script.endswith(".py") and "datatrove_ckpt.cli.scripts" not in sys.modules
     own = [f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"] if is_script else []  # which may hold a secret
-    return shlex.join(["datatrove-ckpt", command, script if is_script else "CONFIG", flag, str(value), *own])
-
-
-# The command that takes over a run of datatrove's own runner, of its checkpoint folder.
-migrate_command = partial(_on_job, "migrate", "--from")
-# The command that deals out what is left, of the number of tasks.
-reshard_command = partial(_on_job, "reshard", "--tasks")
+    return shlex.join(["datatrove-ckpt", "reshard", script if is_script else "CONFIG", "--tasks", str(tasks), *own])
 
 
 def refuse_missing_run_json(folder: Path) -> None:
     """Checks that a folder without ``run.json`` holds no other part of a checkpoint, nor one of datatrove's runner.
 
     Raises:
-        CheckpointMismatch: it does; the message names the command that continues datatrove's run.
+        CheckpointMismatch: it does; the message names the setting that continues datatrove's run.
     """
     if (folder / RUN).exists():
         return
@@ -206,13 +205,6 @@ def refuse_missing_run_json(folder: Path) -> None:
         raise CheckpointMismatch(
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it wrote "
             f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
-        )
-    aside = folder.parent / FROM_DATATROVE
-    if (aside / folder.name).exists() or last_chunk_of(aside / folder.name).exists():
-        raise CheckpointMismatch(
-            f"{aside} holds this rank as datatrove's own InferenceRunner left it, but {folder} holds no {RUN}: migrate "
-            f"was interrupted. Run it again: {migrate_command(folder.parent)}. (To start this rank "
-            "anew, remove it there, too.)"
         )
     journals = [journal_path(folder, index).name for index in journal_indices(folder)] if folder.is_dir() else []
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
@@ -226,6 +218,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 def continue_datatroves(checkpoints: Path | str) -> str:
     """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
     return (
-        f"To continue that run, stop it, and let {migrate_command(checkpoints)} take it over (with --dry-run it only "
-        "says what it would do). To start anew, choose another checkpoints_local_dir, output_folder and logging_dir."
+        "To continue that run, stop it, choose another checkpoints_local_dir, output_folder and logging_dir, and set "
+        f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "
+        "start over, choose other folders without finished_from."
     )

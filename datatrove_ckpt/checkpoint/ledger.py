@@ -120,7 +120,6 @@ class RankLedger:
             committed. ``repair`` leaves the lock file in place, which marks the rank as unfinished.
         expected: what other files say about the commits.
         journals: the documents in each journal; None: too large to be counted, and the history knows their sum.
-        ends: fingerprint of the last document of each journal, by ordinal. With ``Want.COMMITS``.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with how often each occurs.
         written: when the files were last written that a run writes, in Unix seconds, if that may matter.
@@ -137,7 +136,6 @@ class RankLedger:
     history: RecentHistory = field(default_factory=RecentHistory)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
-    ends: dict[int, str] = field(default_factory=dict)
     sums: CommitSums = field(default_factory=CommitSums)
     commits: dict[int, Commit] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
@@ -485,7 +483,6 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
         if strangers and per_chunk:
             path = journal_path(rank.folder, index)
             raise CheckpointCorrupt(f"{path}: document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
-    rank.ends = {max(known): known[max(known)] for known in ordinals.values() if known}
 
 
 def check_readable(rank: RankLedger) -> None:

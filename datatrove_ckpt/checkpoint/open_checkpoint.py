@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, Pos
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, refuse_half_forked
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import count_reshards, join_job
@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.layout import (
     HISTORY,
     KEPT_ANSWERS,
     LOCK,
-    PUBLISHES,
     STAGING,
     check_files,
     is_finished,
@@ -89,7 +88,6 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files, lambda: self.on_change())
         self._placement = settings.placement
         self._mirror = settings.mirror
-        self._before_publishing = settings.before_publishing
         publish = settings.write_chunk, self._placement, rank_files.fence, self._may_publish
         self._publisher = Publisher(*publish, self._commit, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
@@ -143,12 +141,14 @@ class OpenCheckpoint:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
         """
         slot = self._chunks.admit(fingerprint, position)
-        self._admitted += slot is not None
+        if slot is not None:
+            self._admitted += 1
+            slot.cached = slot.cached or self._files.old is not None
         return slot
 
-    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
+    def lookup(self, slot: ChunkSlot, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
-        self._storage.call(lambda: receive(self._files.cache.answers(ordinal)))
+        self._storage.call(lambda: receive(self._files.answers(slot)))
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         """Hands an answer over to be written."""
@@ -275,14 +275,7 @@ class OpenCheckpoint:
 
     def _may_publish(self, stopping: threading.Event) -> None:
         if self._mirror is not None:
-            self._mirror.check(None if self._files.log.commits else self._mark, stopping)
-
-    def _mark(self) -> None:
-        mark = self._folder / PUBLISHES
-        if not mark.exists():
-            self._before_publishing()
-            files.disk.write_new(mark, [])
-            files.disk.sync_dir(self._folder)
+            self._mirror.check(not self._files.log.commits, stopping)
 
     def _commit(self, chunk: Chunk) -> None:
         self._storage.call(partial(self._files.commit, chunk))
@@ -311,8 +304,9 @@ class CheckpointManager:
         keep_answers: write the answers of committed documents to a file, instead of deleting them.
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
-        before_first: called before a start of a rank that has published nothing; an error of it refuses the rank.
-        before_publishing: with a mirror, called in another thread before the rank's first file is published; likewise.
+        before_first: called before the first start of a rank; an error of it refuses the rank.
+        before_move: called before the first start of a job with another output folder; likewise.
+        old_answers: opens the answers of an old run; likewise.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
@@ -328,7 +322,8 @@ class CheckpointManager:
     accept_changes: bool = False
     mirror: Mirror | None = None
     before_first: Callable[[], None] = lambda: None
-    before_publishing: Callable[[], None] = lambda: None
+    before_move: Callable[[], None] = lambda: None
+    old_answers: Callable[[], RequestCache | None] = lambda: None
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     @property
@@ -341,7 +336,6 @@ class CheckpointManager:
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
-        refuse_half_forked(self.root)
         folder, last_chunk = self.folder, last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
@@ -362,11 +356,13 @@ class CheckpointManager:
             claim = RunClaim(folder, self.identity, self.accept_changes, reshards)
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)
-            unpublished = self.mirror is not None and not (scanned and scanned[0]) and not (folder / PUBLISHES).exists()
-            if claim.is_first or unpublished:
+            if claim.is_first:
                 self.before_first()
-            joined = nullcontext() if is_retry else join_job(self.root, self.rank, self.identity, self.accept_changes)
-            with joined:
+            old = None if finished else self.old_answers()
+            if old is not None:
+                undo.callback(old.close)
+            job = self.root, self.rank, self.identity, self.accept_changes, self.before_move
+            with nullcontext() if is_retry else join_job(*job):
                 refused.pop_all()
                 undo.callback(lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
@@ -375,8 +371,8 @@ class CheckpointManager:
             if self.retry_errors:
                 cache.forget_errors()
             point = recover(folder, log, cache, self.records_per_chunk)
-            point.interrupted, point.forked = interrupted and not claim.is_first, claim.forked
-            rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point)
+            point.interrupted = interrupted and not claim.is_first
+            rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old)
             rank_files.start_history()
             undo.pop_all()
         return OpenCheckpoint(self, lock, rank_files)
@@ -389,9 +385,9 @@ class CheckpointManager:
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
-        if lock.works and (claim.forked is not None or not claim.is_first):
+        if lock.works and not claim.is_first:
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
-            cache = self._open_cache(undo, claim.is_first)
+            cache = self._open_cache(undo)
             if self.placement.is_later:
                 # On a full disk run.json needs their room. They are made again from the journals, which stay.
                 files.disk.remove_tree(self.folder / STAGING)
@@ -401,11 +397,9 @@ class CheckpointManager:
             journals = [journal_name(index) for index in journal_indices(self.folder)]
             for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
                 files.disk.detach(self.folder / name)
-        return fence, self._open_cache(undo, claim.is_first and claim.forked is not None)
+        return fence, self._open_cache(undo)
 
-    def _open_cache(self, undo: ExitStack, is_fork: bool = False) -> RequestCache:
+    def _open_cache(self, undo: ExitStack) -> RequestCache:
         cache = RequestCache(self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None)
         undo.callback(cache.close)
-        if is_fork:  # its answers came from a run whose chunks may have had another size
-            cache.renumber(self.records_per_chunk)
         return cache

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import Chunk
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history_log import HistoryLog
@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
-from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
 
@@ -84,12 +84,12 @@ class Mirror(Protocol):
     def start(self, source: Source) -> None:
         """Called once the rank is open."""
 
-    def check(self, first: Callable[[], None] | None, stopping: threading.Event) -> None:
+    def check(self, first: bool, stopping: threading.Event) -> None:
         """Called before output is published, in any thread: returns once it may be.
 
         Args:
-            first: given if nothing is committed yet: then output may appear only once the copy says that the rank
-                publishes. Called before that, as soon as the rank is known to be this process's.
+            first: nothing is committed yet: then output may appear only once there is a copy of the rank, so that a
+                start on another node knows that the rank has begun.
             stopping: set: nobody waits any more.
 
         Raises:
@@ -111,12 +111,13 @@ class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
     All methods belong to the storage thread. Before that thread starts and after it has ended, they belong to whoever
-    opens and closes the checkpoint. Other threads may read two attributes, which only the storage thread writes:
-    ``counts`` and ``committed``.
+    opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, which only the storage thread
+    writes, and whether there are ``old`` answers.
 
     Args:
         cache, log: this rank's, open and recovered.
         point: what recovery found.
+        old: the answers of an old run, see ``old_answers``.
     """
 
     folder: Path
@@ -125,6 +126,7 @@ class RankFiles:
     fence: Fence
     interval: Interval
     point: ResumePoint
+    old: RequestCache | None = None
 
     def __post_init__(self) -> None:
         point = self.point
@@ -160,6 +162,8 @@ class RankFiles:
             else:
                 self.cache.close()
         finally:
+            if self.old is not None:
+                self.old.close()
             files.disk.close(self.folder)
 
     # answers and documents ---------------------------------------------------------------------------------------
@@ -182,6 +186,19 @@ class RankFiles:
             self._dirty[journal.path] = journal
             self.finished.count([finished.took for finished in group])
             self.unfinished.difference_update(finished.ordinal for finished in group)
+
+    def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
+        """Returns a document's cached answers. Answers of an old run become answers of this run.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        found = self.cache.answers(slot.ordinal)
+        if self.old is None:
+            return found
+        rows = [row for row in self.old.answers_since(0, [slot.ordinal]) if row.key not in found]
+        self.write([row._replace(chunk_index=slot.chunk.index) for row in rows], {})
+        return found | {row.key: row.answer for row in rows}
 
     @property
     def seconds_to_sync(self) -> float | None:

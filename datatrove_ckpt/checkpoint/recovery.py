@@ -5,7 +5,7 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
     1. sync the journal              all its documents are on disk
     2. write the output, by ordinal, from the journal, into staging; sync
     3. publish                       local: rename, sync the folder; remote: upload, check its size
-    4. append the commit line; sync  <- the chunk is done from here on
+    4. append the dead letters; sync; append the commit line; sync  <- the chunk is done from here on
     5. update last_chunk; delete the journal; delete the chunk's cache rows
 
     crash after    found on disk                  recovery
@@ -29,7 +29,6 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
-from datatrove_ckpt.checkpoint.identity import Forked
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
 from datatrove_ckpt.checkpoint.lines import Json
@@ -55,7 +54,6 @@ class ResumePoint:
         finished: the documents that they finished: those in commits and those in journals.
         seconds: what they took, as far as it was written down.
         interrupted: an earlier attempt did not complete, so something is left to do.
-        forked: what the rank keeps of the run that it was forked from; None: it is no fork.
     """
 
     next_chunk: int = 0
@@ -71,7 +69,6 @@ class ResumePoint:
     work: WorkStats = field(default_factory=WorkStats)
     seconds: Seconds = NO_SECONDS
     interrupted: bool = False
-    forked: Forked | None = None
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
         """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an endless input."""

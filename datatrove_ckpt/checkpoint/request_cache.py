@@ -137,7 +137,8 @@ class RequestCache:
 
     def _set_aside(self, error: StorageFailed, connection: sqlite3.Connection | None = None) -> None:
         """Starts anew with an empty database if damage is the reason for ``error``; else raises it."""
-        if not _is_damage(error.__cause__):
+        has_no_name = not self.path.parent.exists()  # see ``old_answers``
+        if has_no_name or not _is_damage(error.__cause__):
             raise error
         if connection is not None:
             if self.path.stat().st_ino != self._inode:
@@ -203,6 +204,10 @@ class RequestCache:
             self._connection.execute(_INSERT + ",".join([_ROW] * size), values)
             start += size
 
+    def count(self) -> int:
+        """Returns the number of answers, with damaged ones."""
+        return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
+
     def ordinals(self) -> set[int]:
         """Returns the ordinals of the documents that have answers, see ``answer_counts``."""
         return set(self.answer_counts())
@@ -248,14 +253,6 @@ class RequestCache:
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
                 append_answers(self.kept, [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows])
         self._delete("chunk_index = ?", (chunk_index,))
-
-    def renumber(self, records_per_chunk: int) -> None:
-        """Gives each answer the chunk that its document has where all chunks are full. Safe to repeat."""
-        wrong = "SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index != ordinal / ?"
-        ordinals = [ordinal for (ordinal,) in self._read(wrong, (records_per_chunk,)) if isinstance(ordinal, int)]
-        for ordinal in ordinals:
-            chunk_index = ordinal // records_per_chunk
-            self.put([request._replace(chunk_index=chunk_index) for request in self.answers_since(0, [ordinal])])
 
     def forget_from(self, ordinal: int) -> None:
         """Deletes the answers of this document and all after it."""
@@ -422,7 +419,7 @@ def _close(connection: sqlite3.Connection) -> None:
         connection.close()
 
 
-# ``answers.jsonl``: the answers of committed documents, if the user keeps them for a fork with another prompt.
+# ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with another prompt.
 #
 # A commit drops its chunk's rows of the request cache. With ``keep_answers`` they are appended here first, as sealed
 # lines. A crash between the two appends them twice, which does no harm: the rows have keys. Nothing is synced: a power

@@ -24,7 +24,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import FORKED, RESHARDS, new_owner, read_run, stamped
+from datatrove_ckpt.checkpoint.identity import RESHARDS, new_owner, read_run, stamped
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     CACHE_LOGS,
@@ -233,9 +233,8 @@ def _change_tasks(path: Path, tasks: int, number: int) -> None:
 
 
 def _replace(path: Path, content: Json) -> None:
-    """As this version writes it. What a fork kept to compare its input with is gone: documents get other numbers."""
-    kept = {name: value for name, value in stamped(content).items() if name != FORKED}
-    files.disk.replace(path, sealed_json(kept))
+    """As this version writes it."""
+    files.disk.replace(path, sealed_json(stamped(content)))
 
 
 class RankLocks:

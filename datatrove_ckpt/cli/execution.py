@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import multiprocess
 from datatrove.executor.base import PipelineExecutor
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
@@ -46,6 +47,7 @@ from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
@@ -121,6 +123,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 executor.check()
             with checkpoints_seen(executor):
                 check_before_run(executor)
+            if arguments.rank is None:
+                _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -146,6 +150,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     finally:
         say_errors_later(False)
     return 0
+
+
+def _warn_of_hub(plan: RunPlan) -> None:
+    """Warns as ``doctor`` does of commits to the hub that take days."""
+    for runner in plan.runners:
+        for finding in check_rules_of_hub(Look(plan), runner.step):
+            if finding.state == "warning":
+                logger.warning(f"{finding.what}: {finding.message}")
 
 
 def exit_code(error: Exception, rank: int | None) -> int:
@@ -439,7 +451,7 @@ def _checked(checked: Checked) -> str:
     parts = []
     if checked.jobs:
         files = sum(job.files for job in checked.jobs.values())
-        parts.append(f"{plural(files, 'output file')} by name and size")
+        parts.append(f"{plural(files, 'output file')} by name, size and time of change")
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
     return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""

@@ -148,7 +148,7 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
     Raises:
         ConfigError: the file is too large.
     """
-    text = FullConfig(content, defaults=False).text()
+    text = FullConfig(content).text()
     data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
     if left < 0:
         raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")

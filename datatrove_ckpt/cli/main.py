@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    if not overrides and getattr(arguments, "config", "") is None and arguments.name != "plan":
+    if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
     arguments.words = str
@@ -163,7 +162,6 @@ def _number(what: str, is_right: Callable[[float], bool], text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
 
-_interval = partial(_number, "number of seconds, such as 2", lambda seconds: 0 < seconds <= 86400)
 _price = partial(_number, "price, such as 2.50", lambda price: 0 <= price < math.inf)
 
 
@@ -185,12 +183,6 @@ def parse_time(text: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
 
 
-def _size(text: str) -> int:
-    if size := parse_bytes(text):
-        return size
-    raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 12GB")
-
-
 # arguments -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +197,7 @@ def _flag(name: str, help: str) -> _Argument:
 _CONFIG = _argument("CONFIG", "YAML file, or script; none: the flags are the whole job", nargs="?")
 _WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, YAML file or script of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
-_OUTPUT = _argument("FOLDER", "the output folder, if it isn't where run.json says", "--output")
+_OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
 _TOKEN_PRICE = _argument(
     "PRICE",
@@ -237,7 +229,7 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
 @_command(
     "run",
     _CONFIG,
-    _flag("--dry-run", "build everything, print it with all defaults, run nothing"),
+    _flag("--dry-run", "build everything, print the long form and Slurm's script, run nothing"),
     _flag("--print-config", "print the long form of the job, run nothing"),
     _flag(
         "--retry-dead-letters",
@@ -313,90 +305,25 @@ def doctor() -> None:
 
 
 @_command(
-    "run",
-    _argument("CONFIG", "YAML file, or script, or folder of a training with history.jsonl", nargs="?"),
+    "plan",
+    _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
     _JSON,
     _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
-    _argument("TIME", "training: how long a save stops it, such as 140s", "--save-cost", type=parse_time),
-    _argument("TIME", "training: of a step, such as 2.5s", "--step", type=parse_time),
-    _argument("TIME", "training: from a loss to the next step; measured: a restore", "--restart", type=parse_time),
-    _argument("SIZE", "training: of a checkpoint, such as 12GB", "--state-size", type=_size),
-    _argument("N", "training: --mtbf is of one of so many", "--nodes", type=partial(_count, "nodes")),
-    _argument("K", "training: how many checkpoints stay", "--keep", type=partial(_count, "checkpoints")),
+    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_time),
 )
 def plan() -> None:
-    """Measure what saving costs here, and suggest how often to save.
+    """Print how often a training should save.
 
     examples:
-      datatrove-ckpt plan configs/quickstart.yaml --mtbf 6h
-      datatrove-ckpt plan --save-cost 140s --mtbf 6h --step 2.5s
+      datatrove-ckpt plan --save-cost 140s --mtbf 6h
 
-    It writes and syncs in the checkpoint folder as a run does, and uploads to checkpoints_remote_dir (or to a remote
-    output folder, if there is no mirror), for a few seconds, and removes what it wrote. Run it on the kind of node that
-    the job will use.
-
-    --mtbf is the mean time between two losses on one node. Tasks are independent, so the number of nodes does not
-    matter. For sync_seconds a loss is a power loss or a kernel crash, after which the disk is still there. For
-    mirror_seconds it is a node that never comes back: a spot instance, a container. Do not count kill -9, out of
-    memory, or preemption on a node that keeps its disk: they lose no answer.
-
-    Each row of the table is an interval. Overhead is the share of time that saving takes; only the saving thread spends
-    it, so the run loses less. Lost is what one loss costs, in seconds of work. Efficiency is the share of useful time.
-    Saving too often wastes time on saves, too rarely on repeated work. The best interval is sqrt(2 * cost * MTBF)
-    (Young 1974), refined by Daly in 2006. Near it the choice hardly matters: half or twice the interval is nearly as
-    good. "auto" has another aim: lose as little as possible for a fixed share of time (2 % for syncs, 5 % for the
-    mirror).
-
-    Training: without CONFIG, it measures nothing, and prints the best interval by Young and by Daly, and what is lost
-    at Daly's. A folder with the history of a training (history.jsonl) tells what saves (median pause_seconds), steps
-    and restarts take, the bytes, and from 3 restarts on the MTBF, waits between included. A flag goes before it.
+    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that is lost at Daly's.
+    The history of a training (history.jsonl in FOLDER) has the cost of its saves, and from 3 restarts on the mean time
+    between two losses, waits included. A flag goes before it.
 
     exit codes:
-      0  the table is printed
-      1  something could not be measured
-      2  a mistake in CONFIG or on the command line
-
-    (OVERRIDES)
-    """
-
-
-@_command(
-    "moves",
-    _CONFIG,
-    _JSON,
-    _argument("FOLDER", "checkpoints_local_dir of datatrove's run; CONFIG's unless said otherwise", nargs="?"),
-    _argument("FOLDER", "the same", "--from", dest="source"),
-    _flag("--dry-run", "say what would be done, document by document, only"),
-    _argument("DIR", "of datatrove's run: its log files show whether it is still on", "--logging-dir"),
-    _flag(
-        "--lacking-are-dropped",
-        "documents that files of finished chunks lack were dropped by their rollouts: do not process them again",
-    ),
-    _flag("--any-text", "the rollout changes texts: an id alone is enough"),
-)
-def migrate() -> None:
-    """Take over an interrupted run of datatrove's own InferenceRunner.
-
-    examples:
-      datatrove-ckpt migrate configs/quickstart.yaml --from datatrove/checkpoints --dry-run
-
-    CONFIG has the input, steps, tasks, records_per_chunk, metadata_key, rollouts_per_document, model, output folder and
-    output_filename that datatrove's run had; FOLDER was its checkpoints_local_dir, and may be that of CONFIG. Stop that
-    run first, also if it waits in a queue or for its server: it takes no lock, so migrate notices it only if it has
-    files open on this host, or changes files meanwhile. Files that changed lately are a warning.
-
-    Finished chunks stay as they are, and finished documents of other chunks are kept. What cannot be trusted is named,
-    document by document, and processed again by the next run. FOLDER is not changed, unless it is the
-    checkpoints_local_dir of CONFIG: then what was there is moved to FOLDER/datatrove. Output that is made again is
-    moved to the folder datatrove in checkpoints_local_dir. Then run CONFIG
-
-    exit codes:
-      0  the run is taken over (with --dry-run: could be)
-      1  input, output or settings are not those of datatrove's run, or it is still on: nothing was changed; or an error
-         while it was taken over: the same command goes on
-      2  a mistake in CONFIG or on the command line
-
-    (OVERRIDES)
+      0  the intervals are printed
+      2  a mistake in FOLDER or on the command line
     """
 
 
@@ -406,7 +333,6 @@ def migrate() -> None:
     _JSON,
     _flag("--all", "print a line for every rank, too"),
     _flag("--watch", "show it again and again, until the run is finished"),
-    _argument("SECONDS", "between looks of --watch; 2 unless said otherwise", "--interval", type=_interval, default=2),
 )
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.
@@ -430,7 +356,7 @@ def status() -> None:
     "show",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
-    _argument("PRICE", "of one GPU for an hour", "--price-per-gpu-hour", type=_price),
+    _argument("PRICE", "of one GPU for an hour; needs --gpus-per-rank", "--price-per-gpu-hour", type=_price),
     _TOKEN_PRICE,
     _argument("N", "that the servers of a rank use", "--gpus-per-rank", type=partial(_count, "GPUs")),
 )
@@ -443,7 +369,7 @@ def report() -> None:
     (WHAT)
 
     The page has its style and its drawings inside. It loads nothing, so it can be sent as it is. A run may be active
-    meanwhile. Prices are in any currency. A rank uses the GPUs that the YAML file says, or --gpus-per-rank, or one.
+    meanwhile. Prices are in any currency. The price of a GPU needs --gpus-per-rank.
 
     exit codes:
       0  the page is written
@@ -459,7 +385,6 @@ def report() -> None:
     _argument("ID", "those with this id, as a whole", "--id"),
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
     _flag("--dead", "dead letters that no retry has taken, with their causes"),
-    _flag("--longest", "the longest answers first; it reads all output"),
     _OUTPUT,
 )
 def show() -> None:
@@ -467,7 +392,6 @@ def show() -> None:
 
     examples:
       datatrove-ckpt show quickstart/checkpoints --n 2
-      datatrove-ckpt show quickstart/checkpoints --longest
 
     (WHAT)
 
@@ -555,65 +479,7 @@ def repair() -> None:
 
 
 @_command(
-    "moves",
-    _WHAT,
-    _argument("FOLDER", "folder or URL where the output files are now", "--output"),
-    _flag("--sizes-only", "compare names and sizes, and read no output"),
-    _flag("--dry-run", "compare, print what would be done, and do nothing"),
-)
-def relocate() -> None:
-    """Let a copied checkpoint continue where its output was copied to.
-
-    examples:
-      datatrove-ckpt relocate quickstart/checkpoints --output quickstart/output --dry-run
-
-    (WHAT)
-
-    Stop the run, copy checkpoint and output with any tool, then relocate the copy. Every committed file is read at its
-    new place and compared with its commit; only if all are there and right, run.json of each rank and job.json name the
-    new folder. The originals are not touched. WHAT is the copy: its folder, the copied mirror, or the YAML file with
-    the new folders, which tells --output, too. The same command again continues if it was interrupted.
-
-    exit codes:
-      0  the checkpoint belongs to its new place (with --dry-run: would)
-      1  files are missing or changed there, or a rank is running; nothing was changed
-      2  WHAT is no checkpoint, or a mistake on the command line
-    """
-
-
-@_command(
-    "moves",
-    _WHAT,
-    _argument("NEW", "YAML file or script of the new run, or its checkpoint folder"),
-    _flag("--no-answers", "keep no answers: other servers may answer otherwise"),
-    _flag("--dry-run", "print what would be kept and paid, and do nothing"),
-    _TOKEN_PRICE,
-)
-def fork() -> None:
-    """Start a new run with a changed prompt or model, keeping what is still valid.
-
-    examples:
-      datatrove-ckpt fork quickstart/checkpoints configs/quickstart.yaml --pipeline.1.rollout_fn.prompt="Summarise: {text}" --pipeline.1.checkpoints_local_dir=quickstart/new/checkpoints --pipeline.1.output_writer.output_folder=quickstart/new/output --executor.logging_dir=quickstart/new/logs --dry-run
-
-    (WHAT)
-
-    NEW is the YAML file or the script of the new run, with folders of its own and what is changed; or its new
-    checkpoint folder. Overrides belong to NEW if that is a file:
-      datatrove-ckpt fork job.yaml job.yaml --pipeline.1.rollout_fn.prompt="..." --pipeline.1.checkpoints_local_dir=new/...
-
-    The new run starts at the first document and pays for all of them, but for requests whose final payload is equal to
-    one that the other run has an answer to. It says what is kept and what the rest will cost, then makes the folder.
-    The other run must not be active; it is only read, and can go on afterwards.
-
-    exit codes:
-      0  the folder is made (with --dry-run: would be)
-      1  the other run is damaged, or one of its ranks is running
-      2  WHAT is no checkpoint, NEW is not new, or a mistake in a file or on the command line
-    """  # noqa: E501 (an example is one line)
-
-
-@_command(
-    "moves",
+    "reshard",
     _argument("WHAT", "YAML file or script of the run"),
     _argument("M", "the new number of tasks", "--tasks", required=True, type=partial(_count, "tasks")),
     _flag("--dry-run", "print what would be done, and deal nothing out"),
@@ -632,22 +498,4 @@ def reshard() -> None:
       0  done
       1  a rank is running, or the checkpoint, the output or the input is not as it should be; nothing was changed
       2  a mistake on the command line, or a pipeline that cannot be dealt out anew; the message says why
-    """
-
-
-@_command("full_config")
-def schema() -> None:
-    """Print a JSON schema of CONFIG, for editors.
-
-    examples:
-      datatrove-ckpt schema > datatrove-ckpt.schema.json
-
-    It has every argument of every class that has a short name, with its type, default and description. Editors that
-    know JSON schemas complete and check files with it, if the file's first line says where it is:
-
-      # yaml-language-server: $schema=datatrove-ckpt.schema.json
-
-    exit codes:
-      0  the schema is printed
-      2  a mistake on the command line
     """

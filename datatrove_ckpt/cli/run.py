@@ -1,4 +1,4 @@
-"""``datatrove-ckpt run``, ``doctor`` and ``plan``: what takes a YAML file, builds its executor, and is slow to import.
+"""``datatrove-ckpt run`` and ``doctor``: what takes a YAML file, builds its executor, and is slow to import.
 
 ``execution.py`` does the rest of ``run``.
 """
@@ -23,9 +23,6 @@ from datatrove_ckpt.formatting import plural
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
 
-TRAINING = ("save_cost", "step", "restart", "state_size", "nodes", "keep")
-"""What ``plan`` takes for training only."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Builds the executor and runs it. Returns the exit code.
@@ -46,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
-        say(FullConfig(content, defaults=False).text().rstrip())
+        say(FullConfig(content).text().rstrip())
         return 0
     if arguments.sample is not None:
         from datatrove_ckpt.cli.show import sample
@@ -90,7 +87,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
-    from datatrove_ckpt.operations import doctor as examine
+    from datatrove_ckpt.preflight.doctor import doctor as examine
 
     checks = examine(executor)
     checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
@@ -108,48 +105,3 @@ def doctor(arguments: argparse.Namespace) -> int:
         given = [arguments.config, *arguments.overrides] if arguments.config else ()
         say(with_config("\n".join([*shown, total]), given))
     return code
-
-
-def plan(arguments: argparse.Namespace) -> int:
-    """Prints the tables of each runner, or the plan of a training. Returns the exit code.
-
-    Raises:
-        ConfigError: a mistake on the command line, or in a file.
-    """
-    given = {name: value for name in TRAINING if (value := getattr(arguments, name)) is not None}
-    is_folder = arguments.config is not None and Path(arguments.config).is_dir()
-    if given or is_folder or not (arguments.config or arguments.overrides):
-        return _plan_training(arguments, given, is_folder)
-    if arguments.config is not None and not Path(arguments.config).exists():
-        raise ConfigError(f"{arguments.config}: there is no such file or folder.")
-    if arguments.mtbf is None:
-        raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h.")
-    executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.preflight.plan import advise, describe
-    from datatrove_ckpt.preflight.run_plan import RunPlan
-
-    runners = RunPlan(executor).runners
-    advice = [advise(f"pipeline[{runner.index}]", runner.step, arguments.mtbf) for runner in runners]
-    if not advice:
-        raise ConfigError(f"{arguments.config}: has no InferenceRunner, so there is nothing to save.")
-    if arguments.json:
-        content = {"config": arguments.config, "mtbf": arguments.mtbf, "runners": [asdict(one) for one in advice]}
-        say(as_json(content))
-    else:
-        say("\n\n".join("\n".join(describe(one)) for one in advice))
-    return 0
-
-
-def _plan_training(arguments: argparse.Namespace, given: dict[str, float], is_folder: bool) -> int:
-    """``given``: by its flags. It goes before what the folder's history tells."""
-    from datatrove_ckpt.preflight.training_plan import Training, measure
-
-    mtbf = {} if arguments.mtbf is None else {"mtbf": arguments.mtbf}
-    if others := [*arguments.overrides, *([] if is_folder or not arguments.config else [arguments.config])]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in TRAINING)
-        raise ConfigError(f"{others[0]}: is not for training, whose plan takes a folder or nothing, --mtbf, {flags}.")
-    if "nodes" in given and not mtbf:
-        raise ConfigError("--nodes: --mtbf is missing: that of one node.")
-    training = Training(**(measure(Path(arguments.config)) if is_folder else {}) | given | mtbf)
-    say(as_json(asdict(training) | training.plan()) if arguments.json else "\n".join(training.describe()))
-    return 0

@@ -11,21 +11,22 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
+from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, plural
-from datatrove_ckpt.preflight.run_plan import RunPlan, has_runner
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, has_runner
 
 
-def executor_of(script: str, words: Sequence[str], folder: str | None = None) -> PipelineExecutor:
+def executor_of(script: str, words: Sequence[str]) -> PipelineExecutor:
     """The executor with an ``InferenceRunner`` that a script makes, and does not run now.
 
     ``sys.argv``, ``sys.path`` and ``__main__`` stay the script's: its functions are of that module.
@@ -33,13 +34,11 @@ def executor_of(script: str, words: Sequence[str], folder: str | None = None) ->
     Args:
         words: that stand behind the script on the command line: ``--main=ARGUMENTS``; and ``--executor=N``, the N-th
             that it makes, counted from 1, after those that it ``depends`` on. The first one unless said otherwise.
-        folder: without a number, the first one whose checkpoints_local_dir it is, if there is one.
 
     Raises:
         ConfigError: the script fails, or makes no such executor.
     """
     given = dict(word.removeprefix("--").split("=", 1) for word in words)
-    meant = partial(_has_folder, folder=None if "executor" in given else folder)
     main, number = given.pop("main", None), given.pop("executor", "1")
     if given or not re.fullmatch("[1-9][0-9]*", number):
         raise ConfigError(f'{script}: only --main="ITS ARGUMENTS" and --executor=N can stand behind a script.')
@@ -52,7 +51,7 @@ def executor_of(script: str, words: Sequence[str], folder: str | None = None) ->
         raise ConfigError(f"--main: {error}: {main}") from None
     sys.path.insert(0, str(file.parent))
     code: object = None
-    with _not_run(int(number), meant) as made, redirect_stdout(sys.stderr):
+    with _not_run(int(number)) as made, redirect_stdout(sys.stderr):
         try:
             exec(compile(file.read_bytes(), file, "exec"), vars(module))
         except _Reached:
@@ -68,20 +67,11 @@ def executor_of(script: str, words: Sequence[str], folder: str | None = None) ->
         what = f"makes {plural(len(found), 'executor')} with an InferenceRunner, not {number}."
         ended = f" It ended by itself: {code}." if code else ""
         raise ConfigError(f"{script}: {what}{ended}{hint if main is None else ''}")
-    executor = next(filter(meant, found), found[0]) if number == "1" else found[int(number) - 1]
-    number = str(found.index(executor) + 1)
+    executor = found[int(number) - 1]
     if not (runners := RunPlan(executor).runners):
         raise ConfigError(f"{script}: its InferenceRunner is datatrove's own. Import it from datatrove_ckpt.")
     print(f"{script}: --executor={number}: {runners[0].step.checkpoints_local_dir}", file=sys.stderr)
     return executor
-
-
-def _has_folder(executor: PipelineExecutor, folder: str | None) -> bool:
-    """Whether it has an InferenceRunner, and its checkpoint there; None: anywhere."""
-    if folder is None or not has_runner(executor):
-        return has_runner(executor)
-    folders = [runner.step.checkpoints_local_dir for runner in RunPlan(executor).runners]
-    return any(one is not None and Path(one).resolve() == Path(folder).expanduser().resolve() for one in folders)
 
 
 class _Reached(BaseException):
@@ -89,13 +79,13 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def _not_run(number: int, meant: Callable[[PipelineExecutor], bool]) -> Iterator[list[PipelineExecutor]]:
+def _not_run(number: int) -> Iterator[list[PipelineExecutor]]:
     """The executors that are made meanwhile. Their ``run`` does nothing, but ends the script once it has the N-th."""
     made: list[PipelineExecutor] = []
     init = PipelineExecutor.__init__
 
     def run(executor: PipelineExecutor) -> None:
-        if meant(executor) and sum(map(meant, made)) >= number:
+        if has_runner(executor) and sum(map(has_runner, made)) >= number:
             raise _Reached
 
     def init_not_run(self: PipelineExecutor, *args: object, **options: object) -> None:
@@ -110,3 +100,20 @@ def _not_run(number: int, meant: Callable[[PipelineExecutor], bool]) -> Iterator
         PipelineExecutor.__init__ = init
         for executor in made:
             del executor.run
+
+
+def content_of(executor: PipelineExecutor) -> dict[str, Any]:
+    """What a YAML file in the long form would say of the folders and the size of the job, for ``open_place``."""
+    plan = RunPlan(executor)
+    settings = {runner.index: _settings(runner) for runner in plan.runners}
+    pipeline = [{"init_args": settings.get(index, {})} for index in range(len(plan.pipeline))]
+    logging_dir = str(plan.logging_dir.resolve_paths(""))
+    arguments = {"tasks": plan.tasks, "logging_dir": logging_dir, "pipeline": pipeline}
+    return {"executor": {"class_path": plan.name, "init_args": arguments}}
+
+
+def _settings(runner: RunnerPlan) -> dict[str, object]:
+    step = runner.step
+    writer = {"init_args": {"output_folder": str(step.output_writer.output_folder.resolve_paths(""))}}
+    names = ("checkpoints_local_dir", "checkpoints_remote_dir", "records_per_chunk")
+    return {"output_writer": writer, **{name: getattr(step, name) for name in names}}

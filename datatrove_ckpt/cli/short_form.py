@@ -40,8 +40,8 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.config.paths import is_script
-from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.errors import CkptError, ConfigError, ServerError, causes
+from datatrove_ckpt.formatting import error_text, safe_text
 from datatrove_ckpt.redaction import HIDDEN
 from datatrove_ckpt.retrying import failure_line
 
@@ -139,7 +139,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
     if is_script(path):
-        from datatrove_ckpt.operations import content_of
+        from datatrove_ckpt.cli.scripts import content_of
 
         return content_of(make_executor(path, overrides))
     content = {} if path is None else load(path)
@@ -162,11 +162,8 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     return content
 
 
-def make_executor(path: str | None, overrides: list[str], folder: str | None = None) -> Any:
+def make_executor(path: str | None, overrides: list[str]) -> Any:
     """Builds the executor that the file and the overrides describe; of a script, the one that it runs. Runs nothing.
-
-    Args:
-        folder: of a script with several, see ``executor_of``.
 
     Raises:
         ConfigError: the first mistake in it.
@@ -174,7 +171,7 @@ def make_executor(path: str | None, overrides: list[str], folder: str | None = N
     if is_script(path):
         from datatrove_ckpt.cli.scripts import executor_of
 
-        return executor_of(path, overrides, folder)
+        return executor_of(path, overrides)
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     return build(read_config(path, overrides))
 
@@ -317,13 +314,14 @@ def run(
 
 # words ----------------------------------------------------------------------------------------------------------------
 
-# What checks say is of the long form. Where it leaves the program, the names of the short form take their places.
+# Messages name settings of the long form. Where a message leaves the program, the names of the short form take their
+# places. Paths, quotations, and the texts of the errors of others stay as they are.
 
-_FOLDER = r"(?<![\w/.])(?:checkpoints_local_dir|output_folder|logging_dir)\b(?!/)"
+_KEPT = r"""[^\s=:(]*/\S*|"(?:\\.|[^"\\\n])*"|(?<!\w)'[^'\n]*'(?!\w)"""
+_FOLDER = r"\b(?:checkpoints_local_dir|output_folder|logging_dir)\b"
 _NEXT = rf",?(?: and(?: with)?| or)?(?: an?| another)? (?:{_FOLDER}|output_filename\b|output folder)"
 _FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_NEXT})*"
 _WORDS = {
-    r"\boutput_(folder: $|writer: (?='))": "output: ",
     rf" \(or {_FOLDERS}\)": "",
     _FOLDERS: "run_folder",
     r"\bdata_folder(,? (or |and )?glob_pattern)?\b": "input",
@@ -338,7 +336,6 @@ _WORDS = {
     "use class_path: LocalPipelineExecutor": "leave slurm out",
 }
 _IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
-_QUOTED = re.compile(r'("(?:\\.|[^"\\\n])*")')
 
 
 def words_of(path: str | None) -> Callable[[str], str]:
@@ -348,8 +345,14 @@ def words_of(path: str | None) -> Callable[[str], str]:
 
 
 def in_short_words(text: str, source: str) -> str:
-    """A message about a job in the short form. What it quotes stays as it is."""
-    parts = _QUOTED.split(text)
+    """A message about a job in the short form, such as the message of the error that is being handled."""
+    kept = _KEPT
+    for cause in causes(sys.exception()):
+        theirs = getattr(cause, "error", cause)  # a string, if a worker process has sent it
+        if not isinstance(theirs, CkptError) and not isinstance(cause, ServerError):
+            lines = (re.escape(line.strip(" .:")) for line in safe_text(theirs).splitlines())
+            kept += "".join(rf"|(?<!\w){line}(?!\w)" for line in lines if line)
+    parts = re.split(f"({kept})", text)
     for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
         parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
     return "".join(parts).replace(f"{source}: {source}: ", f"{source}: ")

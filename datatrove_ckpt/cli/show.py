@@ -6,7 +6,6 @@ Exit codes: 0 something is shown; 1 nothing is, or it cannot be read; 2 a mistak
 from __future__ import annotations
 
 import argparse
-import heapq
 import shutil
 import tempfile
 import textwrap
@@ -44,8 +43,6 @@ def show(arguments: argparse.Namespace) -> int:
         wanted = (arguments.grep or "").casefold()
         found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
         found = (one for one in found if arguments.id in (None, one.id))
-        if arguments.longest:
-            found = iter(heapq.nlargest(arguments.n, found, key=lambda one: len(one.answer)))
         for shown, one in enumerate(islice(found, arguments.n), 1):
             say(_described(shown, one, "text", None if arguments.id is not None else _MOST))
         if is_all and (ended := _what_else(place, shown, arguments.n)):
@@ -121,6 +118,8 @@ _DOCUMENTS = 10
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
+    if arguments.price_per_gpu_hour is not None and arguments.gpus_per_rank is None:
+        raise ConfigError("--price-per-gpu-hour: needs --gpus-per-rank, the GPUs that the servers of a rank use.")
     prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
         beside = place.folder.parent if place.folder.name == "checkpoints" else Path()
@@ -128,7 +127,7 @@ def report(arguments: argparse.Namespace) -> int:
         if Path(target).is_dir():
             raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
         state = read_run_state(place)
-        page = gather(state, prices, place.config, list(_documents(place)))
+        page = gather(state, prices, list(_documents(place)))
     text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)

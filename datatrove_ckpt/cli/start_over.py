@@ -8,9 +8,9 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.checkpoint.job import note_output
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.maintenance import relocate
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.preflight import start_over as moves
 from datatrove_ckpt.preflight.before_run import check_steps
@@ -72,9 +72,7 @@ def _name_output(runner: RunnerPlan, moved: dict[Path, Path]) -> None:
     before = Path(runner.step.output_writer.output_folder.resolve_paths("")).absolute()
     if (output := now(before)) == before:  # there was none
         return
-    with suppress(CkptError, OSError):
-        plan = relocate.plan_relocation(verify(checkpoints, str(output)), was_whole=True)
-        relocate.carry_out(plan)
-        if not plan.obstacles:
-            return
-    say(f"{checkpoints} is damaged, so it still names the old output folder, which is now {output}.")
+    try:
+        note_output(checkpoints, str(output))
+    except (CkptError, OSError):
+        say(f"{checkpoints} is damaged, so it still names the old output folder, which is now {output}.")

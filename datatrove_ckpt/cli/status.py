@@ -34,7 +34,7 @@ def status(arguments: argparse.Namespace) -> int:
     """Prints the state of the run. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
         if arguments.watch:
-            return int(watch(place, arguments.interval, as_json=arguments.json).is_damaged)
+            return int(watch(place, as_json=arguments.json).is_damaged)
         state = read_run_state(place)
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
@@ -62,17 +62,14 @@ def status(arguments: argparse.Namespace) -> int:
 
 # Reading takes at most a third of the time, however long it takes: a run on the same disk must not notice it.
 _REST = 2.0
+_LOOK_SECONDS = 2.0
 _INDENT = re.compile(r"(?: +\w* +)?")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;]*m)")
 _BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
 
 
-def watch(place: Place, interval: float, as_json: bool = False) -> RunState:
-    """Shows the run until it is finished, or the user has seen enough. Returns its last state.
-
-    Args:
-        interval: seconds between two looks.
-    """
+def watch(place: Place, as_json: bool = False) -> RunState:
+    """Shows the run until it is finished, or the user has seen enough. Returns its last state."""
     draws = sys.stdout.isatty() and not as_json
     if draws:
         write_out("\n" * shutil.get_terminal_size().lines)
@@ -82,7 +79,7 @@ def watch(place: Place, interval: float, as_json: bool = False) -> RunState:
             shown = _screen(state, problem) if draws else f"{_line(state, as_json)}\n"
             if not write_out(shown, raw=draws) or state.is_finished:
                 break
-            time.sleep(max(interval, _REST * state.seconds_to_read))
+            time.sleep(max(_LOOK_SECONDS, _REST * state.seconds_to_read))
             try:
                 place.refresh()
                 state, problem = read_run_state(place), ""
@@ -234,8 +231,6 @@ def _what_next(state: RunState) -> Iterator[str]:
         command += f"{'' if known and not is_script(state.given[0]) else ', with'} --executor.tasks={state.tasks}"
     if state.is_damaged or state.refusal:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
-    elif state.is_unstarted:
-        yield f"{state.what} is a fork that has not started. Start it: {known or 'datatrove-ckpt run CONFIG'}"
     elif _has_just_finished_a_rank(state):
         yield f"The run is between two tasks, or has just ended. To resume it if it has ended: {command}"
     elif failed:

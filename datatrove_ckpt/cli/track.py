@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +29,6 @@ from datatrove_ckpt.errors import CheckpointLocked, CkptError, StorageFailed
 from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedRun, Tracker, WandbRun, job_of
 from datatrove_ckpt.redaction import Redactor
 
-_REPORT_SECONDS = 60.0
 _KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
 _LAST_SECONDS = 5.0  # that it may need after the end of who started it
 
@@ -68,16 +66,7 @@ def _tracker(root: Path, job: TrackedJob) -> Tracker:
         runs.append(partial(MlflowRun, job))
     if job.wandb_project is not None:
         runs.append(lambda first_at: WandbRun(job, root))
-    return Tracker(root, job.ranks, runs, partial(_write_report, root))
-
-
-def _write_report(root: Path, file: Path) -> bool:
-    """In a process of its own: it may take long."""
-    command = [sys.executable, "-P", "-m", "datatrove_ckpt", "report", str(root), "-o", str(file)]
-    nothing = subprocess.DEVNULL
-    with suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_REPORT_SECONDS, check=False)
-    return file.exists()
+    return Tracker(root, job.ranks, runs)
 
 
 # for a run ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, begun_in, config_differences, open_place, restored, upload
+from datatrove_ckpt.maintenance.where import Place, begun_in, open_place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -38,7 +38,6 @@ def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
     with place_of(arguments) as place:
         report = _report(place, arguments.output, arguments.full)
-        _check_config(report, place)
     code = 1 if report.problems else 3 if report.unfinished else 0
     if arguments.json:
         text = as_json(_as_json(report, arguments.full, code))
@@ -55,17 +54,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
-    return checks.verify(place.folder, output, full, place.given, planned or place.output)
-
-
-def _check_config(report: Report, place: Place) -> None:
-    """What is verified are the checkpoints that the YAML file names, so it must be theirs."""
-    if differing := config_differences(place, [rank.run for rank in report.ranks if rank.run and not rank.root]):
-        message = (
-            f"{place.given[0]} is not the configuration of this run: {'; '.join(differing)}. What is said here is "
-            f"about the run in {place.what}, with its own settings."
-        )
-        report.add_problem("config", message)
+    return checks.verify(place.folder, output, full, place.given, planned or place.output, place.configured_output)
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
@@ -138,7 +127,6 @@ def repair(arguments: argparse.Namespace) -> int:
         logging_dir = arguments.logging_dir or place.logging_dir
         report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
-        _check_config(report, place)
         plan = make_plan(report, logging_dir)
         lines = list(plan.describe(logging_dir))
         is_needed = plan.ranks or plan.markers

@@ -8,9 +8,6 @@
           - class_path: JsonlReader
             init_args: {data_folder: documents}
 
-This module walks the tree, and jsonargparse checks one plain value at a time: for a typo in the whole file, with its
-lists of unions, jsonargparse's message is pages long.
-
 YAML is read and written by the rules of 1.2. Those of 1.1, which PyYAML follows, break datatrove's values: ``no`` is a
 language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
@@ -27,11 +24,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonargparse
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
@@ -54,22 +50,23 @@ _NAMES_BY_MODULE = {
 }
 MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
-_EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file", "metrics_targets"}  # where the task runs
+_EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 # Of ``default_generation_params``. The short form has them as settings.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
-# Where the arguments belong that all these classes have. Where several places have one, the last one counts.
+# Where the arguments of a class belong. Where several classes have one, the last class counts.
 _HOMES = {
-    "init_args of the reader": "JsonlReader ParquetReader CSVReader",
-    "init_args of output_writer": "JsonlWriter ParquetWriter",
-    "init_args of rollout_fn": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout",
+    "init_args of the reader": "JsonlReader",
+    "init_args of output_writer": "JsonlWriter",
+    "init_args of rollout_fn": "PromptRollout",
     "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
     "config of InferenceRunner": "InferenceConfig",
     "init_args of InferenceRunner": "InferenceRunner",
-    "init_args of executor": "LocalPipelineExecutor SlurmPipelineExecutor JobsPipelineExecutor",
+    "init_args of executor": "LocalPipelineExecutor",
 }
 
-_MOST_LISTED = 20
+_MOST_LISTED = 21
+_MADE_OF_LISTS = (tuple, set, frozenset)
 # With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
@@ -201,11 +198,12 @@ def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> st
 
 
 def _value(hint: Any, value: Any, label: str, key: str) -> Any:
-    """A value as its annotation requires it: built, imported, or checked by jsonargparse."""
+    """A value as its annotation requires it: built, imported, or as ``as_one_of`` returns it."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
-    is_object, plain = isinstance(value, dict) and "class_path" in value, [*filter(dataclasses.is_dataclass, kinds)]
+    plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    is_object = isinstance(value, dict) and "class_path" in value
     if isinstance(value, dict) and plain and not is_object:
         if (named := named_hint(kinds, value)) is not None:
             return {name: _value(named, one, _inside(label, key), name) for name, one in value.items()}
@@ -214,32 +212,59 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return _build(value, _inside(label, key), kinds)
     if isinstance(value, list) and (element := item_hint(kinds)) is not None:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
-    if Any in kinds or (isinstance(value, str) and str in kinds):  # jsonargparse would read "null" as None
-        return value
-    if isinstance(value, dict) and is_open(kinds):  # and "no" in it as False
-        return value
-    if any(map(is_callable, kinds)) and (isinstance(value, str) or callable(value)):
-        return _function(value, label, key) if isinstance(value, str) else value
-    with contextlib.suppress(jsonargparse.ArgumentError):
-        return checked(hint, value)
-    shown, hint = HIDDEN if may_name_secret(key) else show(value), _did_you_mean(value, choices_of(kinds)) or "."
+    if isinstance(value, str) and not {str, Any} & {*kinds} and any(map(is_callable, kinds)):
+        return _function(value, label, key)
+    with contextlib.suppress(TypeError):
+        return as_one_of(kinds, value)
+    shown = HIDDEN if may_name_secret(key) else show(value)
+    hint = _did_you_mean(value, choices_of(kinds)) or "."
     raise ConfigError(f"{label}: {key}: {shown} is not {in_words(kinds)}{hint}")
 
 
-def checked(hint: Any, value: Any) -> Any:
-    """A plain value as its annotation requires it.
+def as_one_of(kinds: list[Any], value: Any) -> Any:
+    """A plain value as one of the kinds: a tuple of a list, a number of a quoted one.
 
     Raises:
-        jsonargparse.ArgumentError: it does not fit.
+        TypeError: it is none of them.
     """
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    try:
-        parser.add_argument("--value", type=hint)
-    except ValueError:
-        return value  # a type that jsonargparse does not know: the constructor checks it
-    if value is None and type(None) not in alternatives(hint):  # jsonargparse takes null for an int
-        raise jsonargparse.ArgumentError(None, "null")
-    return parser.parse_object({"value": value}).value
+    values = [value]
+    if isinstance(value, str) and str not in kinds:
+        values.append(read_value(value))
+    for one in values:
+        for kind in kinds:
+            with contextlib.suppress(TypeError):
+                return _as(kind, one)
+    raise TypeError
+
+
+def _as(kind: Any, value: Any) -> Any:
+    outer, inner = origin(kind), typing.get_args(kind)
+    if outer is Literal:
+        is_one = any(choice == value and type(choice) is type(value) for choice in inner)
+    elif outer is float and type(value) is int:
+        return float(value)
+    elif outer is Any or not inspect.isclass(outer):  # or a type that the constructor checks
+        return value
+    elif issubclass(outer, Mapping) and isinstance(value, dict) and inner:
+        return {key: as_one_of(alternatives(inner[1]), part) for key, part in value.items()}
+    elif isinstance(value, list) and (outer in _MADE_OF_LISTS or issubclass(list, outer)):
+        return _items(outer, inner, value)
+    else:
+        is_one = type(value) is outer or (not isinstance(value, bool | str) and isinstance(value, outer))
+    if not is_one:
+        raise TypeError
+    return value
+
+
+def _items(outer: Any, inner: tuple[Any, ...], value: list[Any]) -> Any:
+    """A list as another kind of a collection. datatrove writes ``tuple[str]`` for a tuple of any length."""
+    hints = inner
+    if outer is not tuple or ... in inner or len(inner) < 2:
+        hints = (inner or (Any,))[:1] * len(value)
+    if len(hints) != len(value):
+        raise TypeError
+    items = [as_one_of(alternatives(hint), item) for hint, item in zip(hints, value, strict=True)]
+    return outer(items) if outer in _MADE_OF_LISTS else items
 
 
 def _function(path: str, label: str, key: str) -> Any:
@@ -287,9 +312,8 @@ def _inside(label: str, key: str) -> str:
 def _homes() -> dict[str, str]:
     """Where each key belongs."""
     homes = dict.fromkeys(ANSWER, "default_generation_params of config")
-    for home, names in _HOMES.items():
-        first, *others = (parameters_of(import_name(name, home))[0] for name in names.split())
-        homes |= {key: home for key in first if all(key in other for other in others)}
+    for home, name in _HOMES.items():
+        homes |= dict.fromkeys(parameters_of(import_name(name, home))[0], home)
     return homes
 
 
@@ -303,7 +327,7 @@ def refuse_unknown(
             hint = f"; it belongs in {others[key]}." if key in others else ""
             hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
             if not hint and len(known) > _MOST_LISTED:
-                hint = "; see docs/settings.md, or `datatrove-ckpt schema`."
+                hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
@@ -328,21 +352,17 @@ def show(value: Any) -> str:
 def read_argument(text: str, kinds: list[Any]) -> Any:
     """A value of the command line, for an argument that takes these kinds."""
     value = read_value(text)
-    if value is None and not re.fullmatch(r"\s*(null|Null|NULL|~)?\s*", text):
-        value = text  # "###" is no comment here
-    if str not in kinds:
-        in_one_line = isinstance(value, dict | list) and "\n" not in text
-        return text if Any in kinds and in_one_line and not _is_bracketed(text) else value
-    if isinstance(value, str):
-        return value if text.startswith(("'", '"')) else text
+    if value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
+        return text  # "###" is no comment here
     if isinstance(value, dict | list):
         takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
-        return value if takes_several and _is_bracketed(text) else text
+        is_meant = takes_several and text.lstrip().startswith(("{", "["))
+        return text if {str, Any} & {*kinds} and not is_meant else value
+    if str not in kinds:
+        return value
+    if isinstance(value, str):
+        return value if text.startswith(("'", '"')) else text
     return value if type(value) in kinds else text
-
-
-def _is_bracketed(text: str) -> bool:
-    return text.lstrip().startswith(("{", "["))
 
 
 def set_at_path(content: dict[str, Any], override: str, short: type | None = None) -> None:
@@ -427,27 +447,20 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
         hints = typing.get_type_hints(cls.__init__)
     except NameError:  # an annotation that exists only for type checkers: the constructor checks it
         hints = {}
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    made = {one.name: one.default_factory for one in fields if one.default_factory is not dataclasses.MISSING}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    named = [argument for argument in arguments if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)]
-    parameters = {}
-    for one in named:
-        default = made[one.name]() if one.name in made else one.default
-        parameters[one.name] = Parameter(_hint(hints.get(one.name, Any), default), default)
-    return parameters, any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    parameters = {
+        one.name: Parameter(_hint(hints.get(one.name, Any), one.default), one.default)
+        for one in arguments
+        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
+    return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
 
 
 def _hint(hint: Any, default: Any) -> Any:
-    """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``, ``tuple[str]`` for a
-    tuple of any length."""
+    """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``."""
     if hint is Any:
         return bool if isinstance(default, bool) else Any
-    kinds = alternatives(hint)
-    for index, kind in enumerate(kinds):
-        if typing.get_origin(kind) is tuple and len(typing.get_args(kind)) == 1:
-            kinds[index] = types.GenericAlias(tuple, (*typing.get_args(kind), ...))
-    return typing.Union[tuple([*kinds, None] if default is None else kinds)]  # noqa: UP007 (made at run time)
+    return hint | None if default is None else hint
 
 
 def alternatives(hint: Any) -> list[Any]:
@@ -472,17 +485,11 @@ def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
     """What the values of a mapping of names are, if one of the kinds is such a mapping of dataclasses, and the value is
     one: it holds mappings only, and no key is a field. Else None.
     """
-    for kind in kinds:
-        inner = typing.get_args(kind)[1] if origin(kind) is dict and typing.get_args(kind) else None
-        if dataclasses.is_dataclass(inner):
-            is_one = value and all(isinstance(one, dict) for one in value.values())
-            return inner if is_one and not value.keys() & parameters_of(inner)[0].keys() else None
-    return None
-
-
-def is_open(kinds: list[Any]) -> bool:
-    """Whether one of them is a mapping to anything."""
-    return any(origin(kind) is dict and typing.get_args(kind)[1:] in ((), (Any,)) for kind in kinds)
+    named = [inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))]
+    classes = [one for one in named if dataclasses.is_dataclass(one)]
+    if not classes or not value or not all(isinstance(one, dict) for one in value.values()):
+        return None
+    return None if value.keys() & parameters_of(classes[0])[0].keys() else classes[0]
 
 
 def is_class(kind: Any) -> bool:
@@ -502,17 +509,11 @@ def fits(cls: type, kinds: list[Any]) -> bool:
     return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
 
 
-def sayable(kinds: list[Any]) -> list[Any]:
-    """Without the objects, such as a DataFolder, that a user who can give a string does not give."""
-    if str not in kinds:
-        return kinds
-    return [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
-
-
 def in_words(kinds: list[Any]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
-    kinds = sayable(kinds)
+    if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
+        kinds = [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
     words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
     words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
@@ -524,15 +525,22 @@ def choices_of(kinds: list[Any]) -> list[str]:
     return [*choices, "null"] if choices and type(None) in kinds else choices
 
 
+_NAMES_OF_TYPES = {
+    "int": "an int",
+    "NoneType": "null",
+    "dict": "a mapping",
+    "bool": "true or false",
+    "tuple": "a list",
+    "Sequence": "a list",
+}
+
+
 def _word(kind: Any) -> str:
     if is_callable(kind):
         return "an import path such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
-    inner = " and ".join(getattr(item, "__name__", "") for item in typing.get_args(kind) if item is not ...)
-    if name in ("list", "tuple"):
-        return f"a list of {inner}" if inner not in ("", "Union") else "a list"
-    words = {"int": "an int", "NoneType": "null", "dict": "a mapping", "bool": "true or false"}
-    return words.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+    article = "an" if name[0] in "AEIOU" else "a"
+    return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 
 # YAML as text ---------------------------------------------------------------------------------------------------------
@@ -547,9 +555,26 @@ def read_value(text: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
+    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one.
+
+    A file is small: nine aliases of ten items each, one within the other, would be a billion values.
+    """
 
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+    _levels = 0
+    _values = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._levels > 100 or self._values > 100_000:
+            problem = "more than 100 levels, or 100,000 values with all that its aliases stand for"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+        before = self._values
+        self._levels += 1
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        self._values += getattr(node, "values", 1)  # an alias gives a node that is known
+        node.values = self._values - before
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         names: list[Any] = []

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from difflib import get_close_matches
 from functools import lru_cache
+from typing import Any
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.redaction import HiddenDict
 
+# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
+PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 # What vLLM, SGLang, llama.cpp and OpenAI all refuse. Upper limits of the temperature differ.
 _RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
+_EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
+# A header field, but none that says how the body is to be read.
+_FIELD = re.compile(r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*")
 # Of vLLM, SGLang, llama.cpp and OpenAI: those that people set, and those whose names are like one of them.
 _KNOWN = frozenset(
     """
@@ -28,6 +36,58 @@ _KNOWN = frozenset(
     top_logprobs top_p truncate_prompt_tokens typical_p use_beam_search user xtc_probability xtc_threshold
     """.split()  # noqa: SIM905
 )
+
+
+def merged(payload: dict[str, Any], key: str = "payload") -> tuple[dict[str, Any], dict[str, HiddenDict]]:
+    """The body that a payload stands for, and its ``extra_headers`` and ``extra_query``, all as the OpenAI client sends
+    them: the keys of ``extra_body`` come last, and replace equal ones.
+
+    Raises:
+        ConfigError: one of the three cannot be sent. ``key`` is what the payload is called there.
+    """
+    if _EXTRAS.isdisjoint(payload):
+        return payload, {}
+    body = dict(payload)
+    extras = {}
+    for extra in _EXTRAS:
+        given = body.pop(extra, None) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"{key}.{extra}: must be a mapping.")
+        extras[extra] = HiddenDict(given)
+    body |= extras.pop("extra_body")
+    if body.get("stream"):
+        raise ConfigError(f"{key}.extra_body.stream: answers are read as a whole. Remove stream.")
+    for extra, fields in extras.items():
+        for name, value in fields.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"{key}.{extra}.{name}: must be a text.")
+            if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
+                raise ConfigError(f"{key}.{extra}.{name}: must be a text that can be sent as a header field.")
+    if not any(extras.values()):
+        extras.clear()
+    return body, extras
+
+
+def refuse_unsendable(value: object, key: str = "payload", default: Any = None) -> None:
+    """Refuses what JSON cannot express.
+
+    Args:
+        default: of orjson.
+
+    Raises:
+        ConfigError: it begins with the key of the first such value.
+    """
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for name, part in value.items():
+            refuse_unsendable(part, f"{key}.{name}", default)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}: JSON has no {value}, and null would be sent.")
+    try:
+        orjson.dumps(value, option=PAYLOAD_JSON, default=default)
+    except TypeError as error:
+        raise ConfigError(f"{key}: cannot be sent as JSON ({error}).") from None
 
 
 def warn_of_unknown(params: dict[str, object]) -> None:
@@ -54,6 +114,8 @@ def check_generation_params(key: str, params: object) -> None:
     """
     if not isinstance(params, dict):
         raise ConfigError(f"{key}: {params!r} is not a mapping of payload keys to values.")
+    params, _ = merged(params, key)
+    refuse_unsendable(params, key)
     if params.get("stream"):
         raise ConfigError(f"{key}.stream: answers are read as a whole; remove it.")
     for name in TOKEN_LIMITS:
@@ -64,12 +126,7 @@ def check_generation_params(key: str, params: object) -> None:
         value = params.get(name)
         if value is not None and not (_is_number(value) and least <= value <= most):
             raise ConfigError(f"{key}.{name}: {value!r} is not a number from {least:g} to {most:g}.")
-    for name, value in params.items():
-        try:
-            orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        except TypeError as error:
-            raise ConfigError(f"{key}.{name}: {value!r} cannot be sent as JSON ({error}).") from None
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -87,8 +87,6 @@ class InferenceConfig:
             one that has it stops the rank. False: an answer without one is retried.
         texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several documents share it;
             each is cached, retried and counted for its own.
-        write_response_ids: results have ``response_id`` and ``model``, as sent. Then two runs never
-            have equal outputs.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each server, where ranks,
             replicas or several models share them.
 
@@ -135,7 +133,6 @@ class InferenceConfig:
     seed: int | None = None
     accept_null_finish_reason: bool = False
     texts_per_request: int = 1
-    write_response_ids: bool = False
     gpus: int | None = None
 
     # No fields: they tell a model of a run with several models about the others. See ``models.py``.
@@ -193,9 +190,8 @@ class InferenceConfig:
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = ", ".join(engine.name for engine in ENGINES.values() if engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
-        for name in ("accept_null_finish_reason", "write_response_ids"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: takes true or false.")
+        if not isinstance(self.accept_null_finish_reason, bool):
+            raise ConfigError("accept_null_finish_reason: takes true or false.")
         if self.accept_null_finish_reason and self.engine.is_known:
             unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +29,6 @@ class MonitoringConfig:
         metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs the extra
             ``metrics``.
         metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
-        metrics_targets: a file for Prometheus' file discovery, ending in ``.json``; one per rank, named as that of
-            ``metrics_file``.
         metrics_file: a file for node_exporter's textfile collector, ending in ``.prom``; one per rank, whose number
             takes the place of ``${rank}``, or stands before ``.prom``. Needs the extra ``metrics``.
         metrics_file_seconds: time between two versions of that file.
@@ -40,8 +37,6 @@ class MonitoringConfig:
         mlflow_experiment: name of the experiment, which is made if there is none.
         wandb_project: "project" or "team/project" at Weights & Biases. Needs checkpoints, and the extra ``wandb``.
         tracking_seconds: time between two sendings to MLflow and Weights & Biases.
-        tracking_per_node: put the node's name before each metric there, for nodes with checkpoints on disks of their
-            own.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -50,14 +45,12 @@ class MonitoringConfig:
     run_name: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
-    metrics_targets: str | None = None
     metrics_file: str | None = None
     metrics_file_seconds: float = 15.0
     mlflow_uri: str | None = None
     mlflow_experiment: str = "datatrove-ckpt"
     wandb_project: str | None = None
     tracking_seconds: float = 60.0
-    tracking_per_node: bool = False
 
     def __post_init__(self) -> None:
         if self.run_name is not None and not self.run_name.strip():
@@ -68,13 +61,6 @@ class MonitoringConfig:
             raise ConfigError(
                 f"monitoring.metrics_file: must end in .prom, because node_exporter reads no other file; it is "
                 f"{self.metrics_file!r}."
-            )
-        if self.metrics_targets is not None and (
-            self.metrics_port is None or not self.metrics_targets.endswith(".json")
-        ):
-            raise ConfigError(
-                "monitoring.metrics_targets: must end in .json, as Prometheus wants it, and needs metrics_port; it is "
-                f"{self.metrics_targets!r}."
             )
         for name in ("metrics_file_seconds", "tracking_seconds"):
             if not getattr(self, name) > 0:
@@ -125,7 +111,6 @@ class MonitoringConfig:
             job=xxhash.xxh3_128_hexdigest(orjson.dumps([name, run["output_folder"], run["output_filename"], tasks])),
             run_name=name,
             ranks=tasks,
-            prefix=f"{socket.gethostname()}/" if self.tracking_per_node else "",
             seconds=self.tracking_seconds,
             mlflow_uri=uri,
             mlflow_experiment=self.mlflow_experiment,
@@ -151,7 +136,6 @@ class TrackedJob:
         job: id of the job: the same in all attempts, on all nodes.
         run_name: for people.
         ranks: of the job.
-        prefix: of each metric: "" or the node's name with a slash.
         seconds: between two sendings.
         mlflow_uri, mlflow_experiment, wandb_project: see ``MonitoringConfig``.
         parameters: the settings of the run.
@@ -160,7 +144,6 @@ class TrackedJob:
     job: str
     run_name: str
     ranks: int
-    prefix: str = ""
     seconds: float = 60.0
     mlflow_uri: str | None = None
     mlflow_experiment: str = "datatrove-ckpt"

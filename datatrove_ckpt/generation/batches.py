@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import RequestFailed, RequestRejected
 from datatrove_ckpt.inference.client.answers import Completion, JsonObject, Way
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -33,8 +34,6 @@ from datatrove_ckpt.inference.client.typed_answers import parse_embeddings
 from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.rollouts import Payload
 
-# OPT_NON_STR_KEYS because the keys of logit_bias are integers.
-PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _LONGEST = 0.005  # seconds that a text waits for others
 
 
@@ -101,7 +100,7 @@ class Batches:
         Args:
             waiter: has started to wait, and waits again when this returns.
         """
-        key = orjson.dumps([way.path, {**payload, "input": None}], option=PAYLOAD_JSON)
+        key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
         if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
             batch.timer = asyncio.get_running_loop().call_later(_LONGEST, self._send, key, batch)

@@ -1,8 +1,6 @@
 """The user's modules: where they are, what binds their names and uses them, and what differs at each start.
 
-Modules are found and parsed, never imported, and nothing is run. ``Uses`` respects scopes: arguments, local variables
-and those of comprehensions are not globals of the same name. Only an import inside a function is taken as if it stood
-at the top, marked as late: the module may not be loaded yet.
+Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one module.
 
 This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
@@ -11,302 +9,52 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import linecache
 import os
 import re
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_values import (
-    Path,
-    cells,
-    compile_tree,
-    digest,
-    folder_of,
-    is_of_machine,
-    is_unstable,
-    key,
-    nested_codes,
-    parse,
-    wrapped,
-    write_code,
-    write_tree,
+from datatrove_ckpt.generation.code_text import compile_tree, digest, nested_codes, parse, write_code, write_tree
+from datatrove_ckpt.generation.code_uses import (
+    Definition,
+    Import,
+    Uses,
+    bound_names,
+    dotted,
+    imported,
 )
+from datatrove_ckpt.generation.code_values import cells, folder_of, is_of_machine, is_unstable, wrapped
 
 _STARTED = time.time()
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
 MAIN = ("__main__", "__mp_main__")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With, ast.Match)
-_BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
-_CHANGING = {
-    *("append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "popleft", "remove", "discard"),
-    *("clear", "appendleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "subtract"),
-}
-TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
-_SHORT = 200
-_WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
-_NO_OWNER = ("", "", "")
-
-
-class Import(NamedTuple):
-    """What an import binds: a module, or a name of one. ``late``: inside a function."""
-
-    module: str
-    name: str | None
-    level: int
-    late: bool
-
-
-class Chain(NamedTuple):
-    """``root.a["b"]``: a name that is no local variable, and what is taken of it.
-
-    Attributes:
-        called: the last step is a method.
-        imported: what an import inside the function says of the name.
-    """
-
-    root: str
-    path: tuple[str, ...]
-    called: bool
-    imported: Import | None
-
-
-class _Scope(NamedTuple):
-    """Names that a function or class binds. ``owner``: of a method: the class, its own name, and that of ``self``."""
-
-    is_class: bool
-    names: set[str]
-    imports: dict[str, Import]
-    owner: tuple[str, str, str]
-
-
-class Uses:
-    """What a part of a file uses.
-
-    Attributes:
-        chains: names that are not local, in the order of the source.
-        changed: those that it changes: with True if only in place.
-        rebound: names that it declares as those of another scope.
-        arguments: local names of which it changes what they stand for, each with the paths of what it changes.
-        attributes: that it changes: the class whose method does so, that method, the name, and such a path.
-        words: all names, attributes and texts; the short texts; those that name a text file.
-        writes: it may write files. computes_import: it imports a module whose name it computes.
-        shows_set: it makes a set.
-    """
-
-    def __init__(self, node: ast.AST) -> None:
-        self.chains: dict[Chain, None] = {}
-        self.changed: dict[Chain, bool] = {}
-        self.rebound: set[str] = set()
-        self.arguments: dict[str, set[Path]] = {}
-        self.attributes: set[tuple[str, str, str, Path]] = set()
-        self.words: set[str] = set()
-        self.texts: set[str] = set()
-        self.files: dict[str, None] = {}
-        self.writes = self.computes_import = self.shows_set = False
-        self._waiting: list[tuple[ast.AST, tuple[_Scope, ...]]] = [(node, ())]
-        while self._waiting:
-            self._visit(*self._waiting.pop())
-
-    def _push(self, nodes: Any, scopes: tuple[_Scope, ...]) -> None:
-        self._waiting += [(node, scopes) for node in reversed([one for one in nodes if one is not None])]
-
-    def _visit(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
-        if isinstance(node, Function):
-            args = node.args
-            owner = scopes[-1].owner if scopes else _NO_OWNER
-            if scopes and scopes[-1].is_class:
-                first = [*args.posonlyargs, *args.args][:1]
-                owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
-            inner = (*[one for one in scopes if not one.is_class], _Scope(False, *bound_names(node), owner))
-            self._push(node.body if isinstance(node.body, list) else [node.body], inner)
-            decorators = getattr(node, "decorator_list", [])
-            # Its hints choose when it is called, as with functools.singledispatch.
-            is_registered = any(dotted(one)[-1:] == ["register"] for one in decorators)
-            hints = [one.annotation for one in ast.walk(args) if isinstance(one, ast.arg)] if is_registered else []
-            self._push([*args.defaults, *args.kw_defaults, *decorators, *hints], scopes)
-        elif isinstance(node, ast.ClassDef):
-            self._push(node.body, (*scopes, _Scope(True, *bound_names(node), (node.name, "", ""))))
-            self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
-        elif isinstance(node, _COMPREHENSIONS):
-            self.shows_set |= isinstance(node, ast.SetComp)
-            names = {name for part in node.generators for name in _stored(part.target)}
-            begin, *rest = node.generators
-            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            inner = (*scopes, _Scope(False, names, {}, scopes[-1].owner if scopes else _NO_OWNER))
-            self._push([begin.target, *begin.ifs, *rest, *elements], inner)
-            self._push([begin.iter], scopes)
-        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            self._chain(node, scopes)
-        elif isinstance(node, ast.Call):
-            given = [*node.args, *node.keywords]
-            texts = [getattr(getattr(one, "value", one), "value", getattr(one, "value", one)) for one in given]
-            name = dotted(node.func)[-1:]
-            self.writes |= name == ["open"] and any(re.fullmatch("[wax][bt+]*", str(one)) for one in texts)
-            if name in (["import_module"], ["__import__"]):
-                text = str(texts[0]) if texts and isinstance(texts[0], str) else ""
-                self.computes_import |= not text
-                bound = Import(text.lstrip("."), None, len(text) - len(text.lstrip(".")), True)
-                self.chains |= {Chain(name[0], (), False, bound): None} if text else {}
-            self._push(given, scopes)
-            self._chain(node.func, scopes, node)
-        elif isinstance(node, ast.AnnAssign):  # hints of fields are values
-            is_field = bool(scopes) and scopes[-1].is_class
-            self._push([node.target, node.value, node.annotation if is_field else None], scopes)
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            self.shows_set |= isinstance(node, ast.Set)
-            self._text(node)
-            if isinstance(node, ast.Global) or (isinstance(node, ast.Nonlocal) and len(scopes) == 1):
-                self.rebound |= set(node.names)
-            self._push(ast.iter_child_nodes(node), scopes)
-
-    def _text(self, node: ast.AST) -> None:
-        is_path = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-        parts = [getattr(one, "value", None) for one in (_operands(node) if is_path else [node])]
-        texts = [part for part in parts if isinstance(part, str) and len(part) < _SHORT and "\n" not in part]
-        if isinstance(node, ast.BinOp | ast.Constant) and texts:
-            self.words |= set(texts)
-            self.texts |= set(texts)
-            self.files |= {"/".join(texts): None} if texts[-1].endswith(TEXT_FILES) else {}
-
-    def _chain(self, node: ast.AST, scopes: tuple[_Scope, ...], call: ast.Call | None = None) -> None:
-        steps: list[ast.Attribute | ast.Subscript] = []
-        inner = node
-        while isinstance(inner, ast.Attribute | ast.Subscript):
-            steps.insert(0, inner)
-            inner = inner.value
-        names = [step.attr for step in steps if isinstance(step, ast.Attribute)]
-        self.words |= set(names)
-        self.writes |= not _WRITES.isdisjoint(names)
-        self._push([step.slice for step in steps if isinstance(step, ast.Subscript)], scopes)
-        stores = any(not isinstance(getattr(one, "ctx", ast.Load()), ast.Load) for one in [inner, *steps])
-        last = steps[-1].attr if steps and isinstance(steps[-1], ast.Attribute) else ""
-        changes = (stores and bool(steps)) or (call is not None and last in _CHANGING)
-        changed = steps[:-1] if call is not None or not last else steps
-        index = max((number for number, one in enumerate(changed) if isinstance(one, ast.Attribute)), default=-1)
-        owner = scopes[-1].owner if scopes else _NO_OWNER
-        if changes and index >= 0 and owner[1] not in _BUILDERS:
-            is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
-            name = changed[index].attr  # type: ignore[union-attr]
-            self.attributes.add((owner[0] if is_own else "", owner[1], name, _keys(steps[index + 1 :])))
-        if not isinstance(inner, ast.Name):
-            self._push([inner], scopes)
-            return
-        scope = next((one for one in reversed(scopes) if inner.id in one.names or inner.id in one.imports), None)
-        bound = scope.imports.get(inner.id) if scope is not None else None
-        if bound is None and (scope is not None or (stores and not steps)):
-            if scope is not None and changes:
-                self.arguments.setdefault(inner.id, set()).add(_keys(steps))
-            return
-        self.words.add(inner.id)
-        constant = [not isinstance(step, ast.Subscript) or isinstance(step.slice, ast.Constant) for step in steps]
-        whole = all(constant)
-        known = steps if whole else steps[: constant.index(False)]
-        path = [one.attr if isinstance(one, ast.Attribute) else key(one.slice.value) for one in known]  # type: ignore[attr-defined]
-        called = call is not None and whole and bool(path)
-        if called and call is not None and last == "get" and call.args and isinstance(call.args[0], ast.Constant):
-            path[-1], called = key(call.args[0].value), False
-        chain = Chain(inner.id, tuple(path), called, bound)
-        self.chains[chain] = None
-        if changes:
-            self.changed[chain] = not (stores and last and whole)
-
-
-def _keys(steps: Sequence[ast.AST]) -> Path:
-    """The constant keys with which steps begin."""
-    parts = [one.slice if isinstance(one, ast.Subscript) else one for one in steps]
-    return tuple(key(one.value) for one in itertools.takewhile(lambda one: isinstance(one, ast.Constant), parts))  # type: ignore[attr-defined]
-
-
-def _operands(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.BinOp):
-        yield from _operands(node.left)
-        yield node.right
-    else:
-        yield node
-
-
-def _stored(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-
-
-def bound_names(scope: ast.AST) -> tuple[set[str], dict[str, Import]]:
-    """The names that a function or class binds in its own scope, and those that imports in it bind."""
-    names: set[str] = set()
-    imports: dict[str, Import] = {}
-    outer: set[str] = set()
-    waiting: list[ast.AST] = [*ast.iter_child_nodes(scope)]
-    if isinstance(scope, Function):
-        names = {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
-        waiting = [*scope.body] if isinstance(scope.body, list) else [scope.body]
-    names |= {one.name for one in getattr(scope, "type_params", [])}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Definition):
-            names.add(node.name)
-            waiting += node.decorator_list
-        elif isinstance(node, _COMPREHENSIONS):  # of which only := binds here
-            names |= {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports |= dict(imported(node, late=isinstance(scope, Function)))
-        elif isinstance(node, ast.Global):
-            outer |= set(node.names)
-        elif not isinstance(node, ast.Lambda):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names.add(node.id)
-            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-                names |= {getattr(node, "name", None) or getattr(node, "rest", None) or ""}
-            waiting += ast.iter_child_nodes(node)
-    return names - outer, imports
-
-
-def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[str, Import]]:
-    """The names that an import binds."""
-    for alias in node.names:
-        if isinstance(node, ast.ImportFrom):
-            yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level, late)
-        else:
-            full = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield alias.asname or full, Import(full, None, 0, late)
-
-
-def dotted(node: ast.AST) -> list[str]:
-    """``["a", "b"]`` for ``a.b`` and for ``a.b(...)``."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        names += [node.attr] if isinstance(node, ast.Attribute) else []
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return [*([node.id] if isinstance(node, ast.Name) else []), *reversed(names)]
+_CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
+_BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With)
 
 
 class Binding(NamedTuple):
-    """What binds a name of a module. ``tests``: the conditions around it. ``optional``: it may not be run."""
+    """What binds a name of a module. ``tests``: the conditions around it."""
 
     statement: ast.stmt
     tests: tuple[ast.expr, ...] = ()
     imported: Import | None = None
-    optional: bool = False
 
 
 class Source:
-    """A parsed file. Empty if it is none of this Python.
+    """A parsed file. It is empty if this Python cannot parse it.
 
     Attributes:
         bindings: of its names, in order.
         changes: statements that change what a name stands for: ``D[k] = v``, ``D.update()``, ``@render.register``.
-        stars: modules of which it imports all names.
         given: statements that call something with what a name stands for: ``random.shuffle(NAMES)``.
+        stars: modules of which it imports all names.
     """
 
     def __init__(self, text: str) -> None:
@@ -316,72 +64,57 @@ class Source:
             self.tree = ast.Module([], [])
         self.bindings: dict[str, list[Binding]] = {}
         self.changes: dict[str, list[Binding]] = {}
-        self.stars: list[Import] = []
         self.given: dict[str, list[Binding]] = {}
-        self._uses: dict[int, Uses] = {}
-        self._classes: dict[str, list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]] = {}
+        self.stars: list[Import] = []
+        self._uses: dict[tuple[int, bool], Uses] = {}
         self._texts: dict[tuple[int, bool], str] = {}
         self._collect(self.tree.body, ())
-        for name, bound in [*self.bindings.items()]:  # functions that fill a table of the module, used as decorators
-            for statement in (one.statement for one in bound if isinstance(one.statement, Definition)):
-                for decorator in statement.decorator_list:
-                    self._note_filled(dotted(decorator)[:1], Binding(statement), name)
 
-    def _collect(self, body: list[Any], tests: tuple[ast.expr, ...], optional: bool = False) -> None:
+    def _collect(self, body: list[ast.stmt], tests: tuple[ast.expr, ...]) -> None:
         for node in body:
-            bound = Binding(node, tests, None, optional)
-            if isinstance(node, _BLOCKS):
-                parts = [
-                    one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ExceptHandler | ast.match_case)
-                ]
-                inner = [getattr(one, name, []) for one in (node, *parts) for name in ("body", "orelse", "finalbody")]
-                outer = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
-                for part in inner:
-                    self._collect(part, (*tests, *outer), optional or not isinstance(node, ast.With))
-                items = [one.optional_vars for one in getattr(node, "items", []) if one.optional_vars is not None]
-                for name in set().union(*map(_stored, items)):
-                    self.bindings.setdefault(name, []).append(bound)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound = Binding(node, tests)
+            if isinstance(node, ast.Import | ast.ImportFrom):
                 for name, found in imported(node, late=False):
                     if name == "*":
                         self.stars.append(found)
                     else:
-                        self.bindings.setdefault(name, []).append(Binding(node, tests, found, optional))
+                        self._add(self.bindings, [name], Binding(node, tests, found))
+            elif isinstance(node, _BLOCKS):
+                conditions = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+                for block in _blocks(node):
+                    self._collect(block, (*tests, *conditions))
+                for item in getattr(node, "items", []):
+                    self._add(self.bindings, bound_names([item]), bound)
             elif isinstance(node, Definition):
-                self.bindings.setdefault(node.name, []).append(bound)
-                for root, *rest in map(dotted, node.decorator_list):
-                    if rest:
-                        self.changes.setdefault(root, []).append(bound)
+                decorators = [dotted(one) for one in node.decorator_list]
+                if ["overload"] not in [one[-1:] for one in decorators]:
+                    self._add(self.bindings, [node.name], bound)
+                self._add(self.changes, [one[0] for one in decorators if len(one) > 1], bound)
             else:
-                for name in bound_names(ast.Module([node], []))[0]:
-                    self.bindings.setdefault(name, []).append(bound)
-                changed = {chain.root for chain in self.uses(node).changed}
+                self._add(self.bindings, bound_names([node]), bound)
+                self._add(self.changes, {root for root, _ in self.uses(node, False).changed}, bound)
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    called = dotted(node.value.func)
-                    given = {one.id for one in node.value.args if isinstance(one, ast.Name)}
-                    for name in given:
-                        self.given.setdefault(name, []).append(bound)
-                    changed |= (
-                        given if called[-1:] in (["setattr"], ["delattr"]) else {*called[:1]} & self.bindings.keys()
-                    )
-                    self._note_filled(called[:1], bound, "")
-                for name in changed:
-                    self.changes.setdefault(name, []).append(bound)
+                    self._note_call(node.value, bound)
 
-    def _note_filled(self, called: list[str], bound: Binding, own: str) -> None:
-        """A call at the top of a function that changes a variable of the module."""
-        for name in called:
-            for definition in self.bindings.get(name, []):
-                if isinstance(definition.statement, ast.FunctionDef) and name != own:
-                    uses = self.uses(definition.statement)
-                    for changed in {chain.root for chain in uses.changed} | uses.rebound:
-                        self.changes.setdefault(changed, []).append(bound)
+    def _note_call(self, call: ast.Call, bound: Binding) -> None:
+        called = dotted(call.func)
+        given = [one.id for one in call.args if isinstance(one, ast.Name)]
+        self._add(self.given, given, bound)
+        if called[-1:] in (["setattr"], ["delattr"]):
+            self._add(self.changes, given, bound)
+        elif called:
+            self._add(self.changes, called[:1], bound)
 
-    def uses(self, node: ast.AST) -> Uses:
-        found = self._uses.get(id(node))
-        if found is None:
-            found = self._uses[id(node)] = Uses(node)
-        return found
+    def _add(self, table: dict[str, list[Binding]], names: Any, bound: Binding) -> None:
+        for name in names:
+            if bound not in table.setdefault(name, []):
+                table[name].append(bound)
+
+    def uses(self, node: ast.AST, documented: bool) -> Uses:
+        place = (id(node), documented)
+        if place not in self._uses:
+            self._uses[place] = Uses(node, documented)
+        return self._uses[place]
 
     def text(self, node: ast.AST, documented: bool) -> str:
         place = (id(node), documented)
@@ -396,19 +129,16 @@ class Source:
         waiting: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
         while waiting:
             node, statement = waiting.pop()
-            if isinstance(node, Function | ast.ClassDef):
+            if isinstance(node, Definition | ast.Lambda):
                 first = (getattr(node, "decorator_list", None) or [node])[0]
                 found.setdefault((getattr(node, "name", "<lambda>"), first.lineno), []).append((node, statement))
             inner = node if isinstance(node, ast.stmt) else statement
             waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
         return found
 
-    def classes(self, name: str) -> list[tuple[ast.ClassDef, list[tuple[ast.stmt, set[str]]]]]:
-        """Classes of this name, each with what is assigned in it: to its attributes, and to those of objects."""
-        if name not in self._classes:
-            found = [one for place, pairs in self.definitions.items() if place[0] == name for one, _ in pairs]
-            self._classes[name] = [(one, [*_assigned(one)]) for one in found if isinstance(one, ast.ClassDef)]
-        return self._classes[name]
+    def named(self, name: str) -> list[ast.AST]:
+        """Functions and classes of this name, also nested ones."""
+        return [node for (known, _), pairs in self.definitions.items() if known == name for node, _ in pairs]
 
     @functools.cached_property
     def codes(self) -> dict[tuple[str, str], list[int]]:
@@ -425,42 +155,20 @@ class Source:
             lines = self.codes.get((code.co_name, write_code(code)), [])
             line = min(lines, key=lambda one: abs(one - line), default=-1)
         found = self.definitions.get((code.co_name, line), [])
-        counts = [code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount]
-        found = [pair for pair in found if isinstance(pair[0], Function) and counts == _counts(pair[0].args)]
-        # Lambdas that begin in one line cannot be told apart. The statement around them says what each of them is for.
-        return None if not found else found[0][0] if len(found) == 1 else found[0][1]
+        if len(found) > 1:  # lambdas that begin in one line: the statement around them
+            return found[0][1]
+        return found[0][0] if found else None
 
 
-def _assigned(node: ast.ClassDef) -> Iterator[tuple[ast.stmt, set[str]]]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
-            names = [one for target in targets for one in ast.walk(target)]
-            attributes = {one.attr for one in names if isinstance(one, ast.Attribute)}
-            own = {one.id for one in names if isinstance(one, ast.Name)} if part in node.body else set()
-            if attributes | own:
-                yield part, attributes | own
-
-
-def _counts(args: ast.arguments) -> list[int]:
-    return [len(args.posonlyargs), len(args.posonlyargs + args.args), len(args.kwonlyargs)]
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    parts = [node, *(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ExceptHandler))]
+    for part in parts:
+        for name in ("body", "orelse", "finalbody"):
+            yield getattr(part, name, [])
 
 
 source_of = functools.lru_cache(maxsize=512)(Source)
 """The parsed file with this text."""
-
-
-# modules --------------------------------------------------------------------------------------------------------------
-
-
-def _is_of_user(file: str | None, module: str | None) -> bool:
-    """Whether a file is the user's own, and none of an installed package, of the standard library or of this package.
-
-    Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) is nobody's.
-    """
-    if file is None or file.startswith("<") or str(module).partition(".")[0] in PIPELINE:
-        return False
-    return not file.startswith(_STANDARD_LIBRARY) and not _PACKAGES.search(file)
 
 
 class Module:
@@ -491,6 +199,36 @@ class Module:
         except OSError:  # an archive, or a cell of a notebook
             return False
 
+    def documented(self, node: ast.AST) -> bool:
+        """Whether docstring and hints count, because a library may read them of what it decorates."""
+        for one in [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]:
+            root, *path = dotted(one) or [""]
+            if path[-1:] == ["register"]:
+                return True
+            for bound in self.source.bindings.get(root, []):
+                if bound.imported is not None and not is_known(absolute(self, bound.imported).partition(".")[0]):
+                    return True
+        return False
+
+
+def is_known(package: str) -> bool:
+    if package in sys.stdlib_module_names or package in PIPELINE:
+        return True
+    spec = getattr(sys.modules.get(package), "__file__", None)
+    return is_of_user(spec, package)
+
+
+def is_of_user(file: str | None, module: str | None) -> bool:
+    """Whether a file is the user's own, and not of an installed package, the standard library or this package.
+
+    Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) belongs to no package.
+    """
+    if file is None or str(module).partition(".")[0] in PIPELINE:
+        return False
+    if _CELL.match(file):
+        return True
+    return not file.startswith(("<", _STANDARD_LIBRARY)) and not _PACKAGES.search(file)
+
 
 class Project:
     """What is the user's. Filled on the way.
@@ -506,12 +244,9 @@ class Project:
         self._modules: dict[tuple[str, bool], Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
         self._causes: dict[Any, str] = {}
-        self._unstable: dict[type, set[str]] = {}
-        self._inside: set[tuple[str, str]] = set()
 
     def _is_users_file(self, file: str | None, module: str | None) -> bool:
-        is_cell = str(file).startswith("<ipython-input")
-        return is_cell or _is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
+        return is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
 
     def owns(self, thing: Any) -> bool:
         """Whether a function, class or module is of the user."""
@@ -532,21 +267,25 @@ class Project:
         """A module of the user; None: it is another one, or is missing."""
         if (name, late) not in self._modules:
             loaded = sys.modules.get(name)
-            file, folders = _file_of(loaded), [*getattr(loaded, "__path__", [])]
+            file, folders = getattr(loaded, "__file__", None), [*getattr(loaded, "__path__", [])]
             if loaded is None:
-                parent = self.module(name.rpartition(".")[0], late) if "." in name else None
-                spec = None
-                if "." not in name or parent is not None:
-                    spec = PathFinder.find_spec(name, parent.folders if parent is not None else None)
-                file = getattr(spec, "origin", None)
-                folders = [*(getattr(spec, "submodule_search_locations", None) or [])]
+                file, folders = self._find(name, late)
             place = file or (os.path.join(folders[0], "") if folders else None)  # noqa: PTH118
-            found = Module(name, place, None if late or loaded is None else vars(loaded)) if place else None
             is_ours = self._is_users_file(place, name) and not str(place).endswith((".so", ".pyd"))
-            self._modules[name, late] = found if is_ours else None
-            if found is not None:
+            found = None
+            if place and is_ours:
+                found = Module(name, place, None if late or loaded is None else vars(loaded))
                 found.folders = folders
+            self._modules[name, late] = found
         return self._modules[name, late]
+
+    def _find(self, name: str, late: bool) -> tuple[str | None, list[str]]:
+        """File and folders of a module that is not loaded."""
+        parent = self.module(name.rpartition(".")[0], late) if "." in name else None
+        if "." in name and parent is None:
+            return None, []
+        spec = PathFinder.find_spec(name, parent.folders if parent is not None else None)
+        return getattr(spec, "origin", None), [*(getattr(spec, "submodule_search_locations", None) or [])]
 
     def space(self, function: types.FunctionType) -> Module:
         """Where a function looks its names up."""
@@ -555,90 +294,110 @@ class Project:
         found = self.module(name, late=False) if getattr(sys.modules.get(name), "__dict__", None) is space else None
         if found is not None and os.path.abspath(found.file) == os.path.abspath(file):  # noqa: PTH100
             return found
+        return self._space(name, file, space)
+
+    def _space(self, name: str, file: str, space: Mapping[str, Any]) -> Module:
         if (id(space), file) not in self._spaces:
             self._spaces[id(space), file] = Module(name, file, space)
         return self._spaces[id(space), file]
 
-    def bindings(self, module: Module, name: str) -> list[Binding]:
-        """What binds a name, without what is replaced for sure."""
-        kept: list[Binding] = []
-        for bound in reversed(module.source.bindings.get(name, [])):
-            kept.insert(0, bound)
-            is_new = bound.imported is not None or isinstance(bound.statement, Definition)
-            again = [dotted(one)[:1] for one in getattr(bound.statement, "decorator_list", [])]
-            if is_new and not bound.optional and [name] not in again:
-                break
-        return kept
+    def home(self, module: Module, name: str) -> Module:
+        """The cell of a notebook that binds a name; a module of another kind itself."""
+        if not _CELL.match(module.file):
+            return module
+        value = wrapped(module.values.get(name)) or module.values.get(name)
+        methods = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, types.FunctionType)]
+        for one in [value, *methods]:
+            if isinstance(one, types.FunctionType) and _CELL.match(one.__code__.co_filename):
+                return self._space(module.name, one.__code__.co_filename, module.values)
+        for file in reversed([*linecache.cache]):
+            cell = self._space(module.name, file, module.values) if _CELL.match(file) else module
+            if name in cell.source.bindings:
+                return cell
+        return module
 
-    def binds(self, module: Module, name: str, late: bool) -> bool:
+    def binds(self, module: Module, name: str) -> bool:
         value = module.values.get(name)
         is_live = name in module.values and not isinstance(value, types.ModuleType)
-        return name in module.source.bindings or is_live or self.star(module, name, late) is not None
+        return name in module.source.bindings or is_live or self.star(module, name) is not None
 
-    def star(self, module: Module, name: str, late: bool) -> Module | None:
+    def star(self, module: Module, name: str, inside: tuple[str, ...] = ()) -> Module | None:
         """The module from which ``from module import *`` takes a name."""
-        place = (module.file, f"*{name}")
-        if name.startswith("__") or place in self._inside:
+        if name.startswith("__") or module.file in inside:
             return None
-        self._inside.add(place)
-        found = [self.module(absolute(module, star), late) for star in reversed(module.source.stars)]
-        listed = [one for one in found if one is not None and name in one.values.get("__all__", [name])]
-        giving = next((one for one in listed if self.binds(one, name, late)), None)
-        self._inside.discard(place)
-        return giving
+        for star in reversed(module.source.stars):
+            found = self.module(absolute(module, star), not module.live)
+            if found is None or name not in found.values.get("__all__", [name]):
+                continue
+            if name in found.source.bindings or self.star(found, name, (*inside, module.file)) is not None:
+                return found
+        return None
 
-    def unstable_attributes(self, cls: type) -> set[str]:
-        """The attributes that a class computes anew at each start."""
-        known = self._unstable
-        if cls not in known:
-            known[cls] = set()
-            module = self.module(cls.__module__, late=False) if self.owns(cls) else None
-            for _, assigned in module.source.classes(cls.__name__) if module is not None else ():
-                for statement, names in assigned:
-                    if cause := self.cause_in(module, statement, frozenset()):  # type: ignore[arg-type]
-                        known[cls] |= names
-                        self.left |= {f"{cls.__qualname__}.{one} ({cause})": None for one in sorted(names)}
-        return known[cls]
+    def resolve(self, module: Module, bound: Import, path: tuple[str, ...]) -> tuple[Module | None, tuple[str, ...]]:
+        """The module of the user to which an import and the steps after it lead, and the steps that are left."""
+        base, late = absolute(module, bound), bound.late or not module.live
+        found = self.module(base, late)
+        steps = path if bound.name is None else (bound.name, *path)
+        if found is None:
+            return None, (*base.split("."), *steps)
+        while steps and (found is module or not self.binds(found, steps[0])):
+            below = self.module(f"{found.name}.{steps[0]}", late)
+            if below is None:
+                break
+            found, steps = below, steps[1:]
+        return found, steps
+
+    # what differs at each start --------------------------------------------------------------------------------------
+
+    def unstable_names(self, module: Module, nodes: list[ast.AST]) -> dict[str, str]:
+        """The names and attributes to which functions or classes assign another value at each start, with the cause."""
+        found: dict[str, str] = {}
+        kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+        for node in [part for one in nodes for part in ast.walk(one) if isinstance(part, kinds)]:
+            if cause := self.cause_in(module, node, frozenset()):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for one in [part for target in targets for part in ast.walk(target)]:
+                    if isinstance(one, ast.Name | ast.Attribute):
+                        found[one.id if isinstance(one, ast.Name) else one.attr] = cause
+        return found
 
     def cause_of(self, module: Module, name: str, seen: frozenset[Any]) -> str:
-        place = (module.file, name, module.live)
-        if place in self._causes or place in seen:
-            return self._causes.get(place, "")
-        source = module.source
-        statements = [*self.bindings(module, name), *source.changes.get(name, []), *source.given.get(name, [])]
-        found = (self.cause_in(module, one.statement, seen | {place}) for one in statements if one.imported is None)
-        self._causes[place] = next(filter(None, found), "")
-        return self._causes[place]
+        """Why what a name stands for differs."""
+        module = self.home(module, name)
+        place, source = (module.file, name), module.source
+        if place not in self._causes and place not in seen:
+            tables = [source.bindings, source.changes, source.given]
+            statements = [one for table in tables for one in table.get(name, []) if one.imported is None]
+            causes = (self.cause_in(module, one.statement, seen | {place}) for one in statements)
+            self._causes[place] = next(filter(None, causes), "")
+        return self._causes.get(place, "")
 
     def cause_in(self, module: Module, node: ast.AST, seen: frozenset[Any]) -> str:
-        uses = module.source.uses(node)
+        uses = module.source.uses(node, False)
         if not uses.words.isdisjoint({"environ", "getenv"}):
             for word in sorted(uses.texts):
                 if is_of_machine(word):
                     return word
-            ends = [(chain.root, *chain.path)[-2:] for chain in uses.chains]
-            if any(end[-1] == "environ" or end == ("environ", "copy") for end in ends):
-                return "the environment"
-        for chain in uses.chains:
-            bound = chain.imported
-            if bound is None:
-                bindings = self.bindings(module, chain.root)
-                imports = [one.imported for one in bindings if one.imported is not None]
-                if not imports:
-                    cause = self.cause_of(module, chain.root, seen) if bindings else ""
-                    if cause or (not bindings and is_unstable(chain.root) and chain.root not in module.values):
-                        return cause or f"{chain.root}()"
-                    continue
-                bound = imports[-1]
-            base, steps = absolute(module, bound), [*([bound.name] if bound.name else []), *chain.path]
-            found = self.module(base, bound.late or not module.live)
-            while found is not None and steps and not self.binds(found, steps[0], not found.live):
-                found, steps = self.module(f"{found.name}.{steps[0]}", not found.live), steps[1:]
-            if found is not None:
-                if steps and (cause := self.cause_of(found, steps[0], seen)):
-                    return cause
-            elif any(is_unstable(".".join([base, *steps[:size]])) for size in range(len(steps) + 1)):
-                return f"{'.'.join([base, *steps])}()"
+        for use in uses.names:
+            bindings = self.home(module, use.root).source.bindings.get(use.root, [])
+            imports = [one.imported for one in bindings if one.imported is not None]
+            bound = use.imported or (imports[-1] if imports else None)
+            cause = ""
+            if bound is not None:
+                found, steps = self.resolve(module, bound, use.path)
+                if found is None:
+                    names = [".".join(steps[: size + 1]) for size in range(len(steps))]
+                    cause = f"{names[-1]}()" if any(map(is_unstable, names)) else ""
+                    if names[-1] in ("os.environ", "os.environ.copy"):
+                        cause = "the environment"
+                elif steps:
+                    cause = self.cause_of(found, steps[0], seen)
+            elif bindings:
+                cause = self.cause_of(module, use.root, seen)
+            elif is_unstable(use.root) and use.root not in module.values:
+                cause = f"{use.root}()"
+            if cause:
+                return cause
         return ""
 
 
@@ -648,16 +407,6 @@ def absolute(module: Module, bound: Import) -> str:
         return bound.module
     package = module.package.split(".")
     return ".".join([*package[: len(package) - bound.level + 1], *([bound.module] if bound.module else [])])
-
-
-def _file_of(module: types.ModuleType | None) -> str | None:
-    """Where its functions come from: dill may have put another file's name there."""
-    file: str | None = getattr(module, "__file__", None)
-    parts = [*vars(module).values()] if module is not None else []
-    parts += [part for one in parts if isinstance(one, type) for part in vars(one).values()]
-    codes = [one.__code__ for one in parts if isinstance(one, types.FunctionType)]
-    name = os.path.basename(str(file))  # noqa: PTH119
-    return next((code.co_filename for code in codes if os.path.basename(code.co_filename) == name), file)  # noqa: PTH119
 
 
 def fingerprint(thing: Any) -> str:

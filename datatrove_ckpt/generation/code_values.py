@@ -5,10 +5,8 @@ This module imports only the standard library: a test runs it alone on every Pyt
 
 from __future__ import annotations
 
-import ast
 import collections
 import copy
-import dis
 import enum
 import functools
 import hashlib
@@ -17,13 +15,11 @@ import os
 import re
 import string
 import sys
-import threading
 import types
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 _UNSTABLE = re.compile(
     r"time\.((time|monotonic|perf_counter|process_time)(_ns)?|ctime|asctime|localtime|gmtime|strftime)|uuid\.uuid[14]|"
@@ -251,6 +247,22 @@ def without(value: Any, paths: Collection[Path], left: list[Any] | None = None) 
     return value
 
 
+def follow(value: object, path: Path) -> tuple[object, Path]:
+    """The part of plain data that a path leads to, and the steps that were gone."""
+    for index, step in enumerate(path):
+        parts: dict[str, object] = {}
+        if isinstance(value, Mapping):
+            parts = {key(name): part for name, part in value.items()}
+        elif isinstance(value, list | tuple):
+            parts = {key(number): part for number, part in enumerate(value)}
+        if not isinstance(value, type | types.ModuleType):
+            parts |= getattr(value, "__dict__", {})
+        if step not in parts:
+            return value, path[:index]
+        value = parts[step]
+    return value, path
+
+
 def attributes(value: object, left_out: LeftOut, left: list[object] | None = None) -> dict[str, object]:
     """Of an object: those in its dict and in slots. Left out is what changes: an attribute, or parts of it."""
     found = {}
@@ -286,214 +298,3 @@ def wrapped(thing: object) -> Any:
         return None if isinstance(thing, type) else object.__getattribute__(thing, "__dict__").get("__wrapped__")
     except AttributeError:
         return None
-
-
-def digest(*texts: str) -> str:
-    return hashlib.sha256("\n".join(texts).encode("utf-8", "backslashreplace")).hexdigest()[:32]
-
-
-# Source code as syntax trees, and trees and code objects as text that is equal on every Python version.
-#
-# ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads that parse at once
-# fail with ``SystemError: AST constructor recursion depth mismatch``. All parsing of the package happens here, behind
-# one lock. Other code of the process may parse, too (loguru does, for tracebacks), so such an error is also tried
-# again.
-#
-# This module imports only the standard library: a test runs it alone on every Python that it finds.
-
-
-_Result = TypeVar("_Result")
-_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_STRINGS = {"JoinedStr", "TemplateStr"}  # the second is new in Python 3.14
-# The context follows from the parent node; the kind tells u"" from "".
-_IGNORED_FIELDS = {"ctx", "kind", "type_comment"}
-_ATTEMPTS = 20
-_lock = threading.RLock()
-
-
-def parse(source: str) -> ast.Module:
-    """``ast.parse`` for several threads.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse``.
-    """
-    return _alone(lambda: ast.parse(source))
-
-
-def compile_tree(tree: ast.Module) -> types.CodeType:
-    """The module's code, as an import in this process makes it."""
-    code: types.CodeType = _alone(lambda: compile(tree, "<source>", "exec", dont_inherit=True))
-    return code
-
-
-def _alone(work: Callable[[], _Result]) -> _Result:
-    with _lock, warnings.catch_warnings():
-        # The import warned already. As an error, a warning about an escape would hide the source.
-        warnings.simplefilter("ignore")
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return work()
-            except SystemError:  # a thread that does not take the lock
-                continue
-        return work()
-
-
-# trees as text -------------------------------------------------------------------------------------------------------
-
-
-def write_tree(tree: ast.AST, documented: bool = True) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version.
-
-    Args:
-        documented: with docstrings and type hints. Without, only those of the fields of classes are left.
-    """
-    # A stack, not recursion: a chain of a few hundred operators or elifs is a tree as deep.
-    written: list[str] = []
-    waiting: list[ast.AST | str] = [tree]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            written.append(item)
-        else:
-            waiting += reversed(_written_parts(item if documented else _without_hints(item), documented))
-    return "".join(written)
-
-
-class _Field(ast.AnnAssign):
-    """A field of a class, whose hint counts."""
-
-
-def _without_hints(node: ast.AST) -> ast.AST:
-    """The node, or a copy of it, without docstring and hints of its own."""
-    if isinstance(node, ast.AnnAssign) and not isinstance(node, _Field):
-        # Without a value, it only makes a name local, which an assignment does, too.
-        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
-    if isinstance(node, ast.arg):
-        return ast.arg(node.arg)
-    if not isinstance(node, _Documented):
-        return node
-    fields = dict(ast.iter_fields(node))
-    body = fields["body"][1:] if _docstring(node) is not None else fields["body"]
-    if isinstance(node, ast.ClassDef):
-        body = [_Field(**dict(ast.iter_fields(one))) if isinstance(one, ast.AnnAssign) else one for one in body]
-    else:
-        fields |= {"returns": None, "type_params": []}
-        body = [one for one in body if not isinstance(one, ast.AnnAssign) or one.value]
-    return type(node)(**{**fields, "body": body or [ast.Pass()]})
-
-
-def _written_parts(node: ast.AST, documented: bool) -> list[ast.AST | str]:
-    """A node as text and nodes. Empty fields are left out: newer versions have more of them."""
-    if isinstance(node, ast.Constant):
-        return [_written_value(node.value)]
-    fields = {name: value for name, value in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
-    if type(node).__name__ in _STRINGS:
-        fields["values"] = parts = _merged(fields["values"])
-        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in parts):
-            return [_written_value("".join(_text(part) for part in parts))]  # f"text" is "text"
-    elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
-        fields["format_spec"] = None  # f"{x:}" is f"{x}"
-    elif documented and isinstance(node, _Documented) and (docstring := _docstring(node)) is not None:
-        fields |= {"docstring": docstring, "body": node.body[1:]}
-    written: list[ast.AST | str] = [f"({type(node).__name__}"]
-    for name, value in fields.items():
-        if isinstance(value, list) and value:
-            written += [f" {name}=[", *(item for element in value for item in (_written_element(element), ",")), "]"]
-        elif value is not None and value != []:
-            written += [f" {name}=", _written_element(value)]
-    return [*written, ")"]
-
-
-def _written_element(value: ast.AST | str | int | None) -> ast.AST | str:
-    if value is None:
-        return "_"  # {**x} has a key that is absent, {None: x} has the constant None
-    return value if isinstance(value, ast.AST) else _written_value(value)
-
-
-def _written_value(value: object) -> str:
-    """A constant of Python, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
-    if isinstance(value, str):
-        # json.dumps alone would write one character beyond U+FFFF as the two surrogates that a string may hold, too.
-        return json.dumps(value, ensure_ascii=False).encode("ascii", "backslashreplace").decode("ascii")
-    if isinstance(value, bytes):
-        return f"bytes {value.hex()}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return hex(value)  # str() refuses more than 4300 digits
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, complex):
-        return f"complex {value.real.hex()} {value.imag.hex()}"
-    if isinstance(value, tuple):
-        return f"tuple({','.join(map(_written_value, value))})"
-    if isinstance(value, frozenset):
-        return f"set({','.join(sorted(map(_written_value, value)))})"
-    if isinstance(value, types.CodeType):
-        return write_code(value)
-    return ascii(value)  # None, True, False, ..., and slices of those above
-
-
-def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, with neighbouring texts as one: some versions split them at ``{{`` and line breaks."""
-    merged: list[ast.expr] = []
-    for value in values:
-        if isinstance(value, ast.Constant) and merged and isinstance(merged[-1], ast.Constant):
-            merged[-1] = ast.Constant(_text(merged[-1]) + _text(value))
-        elif not isinstance(value, ast.Constant) or value.value:
-            merged.append(value)
-    return merged
-
-
-def _text(part: ast.expr) -> str:
-    return str(part.value) if isinstance(part, ast.Constant) else ""
-
-
-def _docstring(node: _Documented) -> str | None:
-    """An f-string without fields is no docstring, though it is written as one.
-
-    A function that is moved into a class is the same one, so the indentation that the lines share is removed. Here,
-    since ``inspect.cleandoc`` and ``textwrap.dedent`` depend on the Python version. Other space counts: before Python
-    3.13 all of it is in ``__doc__``.
-    """
-    first = node.body[0]
-    is_text = (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    )
-    return _without_common_indent(first.value.value) if is_text else None  # type: ignore[attr-defined]
-
-
-def _without_common_indent(docstring: str) -> str:
-    first, *rest = docstring.split("\n")
-    texts = [line for line in rest if line.strip(" \t")] or rest
-    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in texts]
-    common = min(indents, key=len, default="")
-    while not all(indent.startswith(common) for indent in indents):  # tabs and spaces
-        common = common[:-1]
-    # A line that is shorter than the indentation is empty.
-    return "\n".join([first, *(line[len(common) :] for line in rest)])
-
-
-# code objects as text ------------------------------------------------------------------------------------------------
-
-
-def write_code(code: types.CodeType) -> str:
-    """Bytecode, names and constants as ASCII text, the same in every process of one Python version."""
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return f"code({_written_value((code.co_code, code.co_exceptiontable, *names, code.co_consts))})"
-
-
-def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from nested_codes(constant)
-
-
-def loaded_names(function: types.FunctionType) -> set[str]:
-    """The globals, and names of built-in functions, that the code reads."""
-    return set().union(*map(_loaded, nested_codes(function.__code__)))
-
-
-@functools.lru_cache(maxsize=10_000)
-def _loaded(code: types.CodeType) -> frozenset[str]:
-    kinds = ("LOAD_GLOBAL", "LOAD_NAME")
-    return frozenset(one.argval for one in dis.get_instructions(code) if one.opname.startswith(kinds))

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.generation_params import warn_of_unknown
+from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable, warn_of_unknown
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -35,7 +35,7 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.generation.batches import PAYLOAD_JSON, Batches
+from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
@@ -46,14 +46,14 @@ from datatrove_ckpt.inference.client.answers import (
     Completion,
     JsonObject,
     Way,
-    of_several,
+    as_asked,
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
-from datatrove_ckpt.output.documents import Result, result_of, trim
+from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
@@ -72,7 +72,7 @@ _MEASURED = {
     "embed()": ("embeddings", "a vector of ", "one of "),
     "classify()": ("probabilities", "probabilities of classes: ", ""),
 }
-_WAY, _MODEL = "$way", "$model"  # in what is hashed; never sent
+_WAY, _MODEL, _QUERY = "$way", "$model", "$query"  # in what is hashed; never sent
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Answers:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
             receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot.ordinal, receive)
+            _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot, receive)
         return await asyncio.shield(self._cached)
 
     def fail(self, failure: CkptError) -> None:
@@ -203,7 +203,7 @@ class Requests:
         # Not kept: the two would refer to each other, and only the garbage collector could free them.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
-    def __call__(self, payload: Payload, /, *, path: str | None = None) -> Asked[Result]:
+    def __call__(self, payload: Payload, *, path: str | None = None) -> Asked[Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
         wrong, way = "", self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
@@ -240,26 +240,32 @@ class Requests:
         if generates:
             for name, value in config.default_generation_params.items():
                 payload.setdefault(name, value)
-            warn_of_unknown(payload)
-        digest = self._digest(payload, way)
+        try:
+            sent, extras = merged(payload)
+            if extras:
+                way = way._replace(extras=extras)
+            digest = self._digest(sent, way)
+        except ConfigError as error:
+            raise _failed(error, payload) from error
+        if generates:
+            warn_of_unknown(sent)
         key = AnswerKey(self._rollout_idx, digest, self._occurrences.get(digest, 0))
         self._occurrences[digest] = key.occurrence + 1
-        if config.seed is not None and generates and "seed" not in payload:
+        if config.seed is not None and generates and "seed" not in sent:
             slot = self._answers.slot
-            payload["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
-            key = key._replace(payload_hash=self._digest(payload, way))
+            sent["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
+            key = key._replace(payload_hash=self._digest(sent, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
-        body = _body(payload)
+        body = _body(sent)
         own.last_hash, own.last_payload = key.payload_hash, payload
         answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
-                several = generates and "n" in payload and isinstance(payload["n"], int) and payload["n"] > 1
-                result = await self._send(key, body, payload, of_several(way, payload["n"]) if several else way)
+                result = await self._send(key, body, sent, payload, as_asked(way, sent) if generates else way)
             else:
                 self._rank.observer.own.cached += 1
-                self._check_size(result, payload, way)
+                self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
@@ -270,24 +276,33 @@ class Requests:
         except InferenceError:
             own.failed += 1
             raise
-        usage = result.usage
-        ends = [(one["text"], one["finish_reason"]) for one in result.choices] or [(result.text, result.finish_reason)]
-        own.cut_off += any(reason == "length" for _, reason in ends)
-        if generates:
-            own.empty += any(_is_empty(*end) for end in ends)
-        elif way.is_shared and result.answer is not None:
-            own.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
-        own.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        own._count(result, way)
         return result
 
-    async def _send(self, key: AnswerKey, body: AnyBody, payload: Payload, way: Way) -> Result:
+    def count_finished(self, result: object) -> None:
+        """Counts a result of an old output, if it is an answer."""
+        if isinstance(result, Result):
+            self._count(result, self._usual)
+
+    def _count(self, result: Result, way: Way) -> None:
+        """Counts an answer: its tokens, and how it ended."""
+        usage = result.usage or {}
+        ends = [(one["text"], one["finish_reason"]) for one in result.choices] or [(result.text, result.finish_reason)]
+        self.cut_off += any(reason == "length" for _, reason in ends)
+        if way in _GENERATING:
+            self.empty += any(_is_empty(*end) for end in ends)
+        elif way.is_shared and result.answer is not None:
+            self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+
+    async def _send(self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way) -> Result:
         rank, model = self._rank, self._model
         try:
             self._answers.request_started()
             try:
                 client = model.client.result() if model.client.done() else await model.observer.until(model.client)
                 if model.batches is not None and way.is_shared:
-                    completion = await model.batches.complete(client, payload, way, self._answers)
+                    completion = await model.batches.complete(client, sent, way, self._answers)
                 else:
                     completion = await client.complete(body, way)
             finally:
@@ -309,19 +324,21 @@ class Requests:
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
         model.observer.answered(completion)
-        self._check_size(completion, payload, way)
-        fields, response_id, name = _fields(completion), completion.response_id, completion.model
+        self._check_size(completion, sent, way)
+        fields, response_id, name = _fields(completion, sent), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
-        return _result(fields, response_id, name, self._config)
+        return _result(fields, response_id, name)
 
     def _digest(self, payload: Payload, way: Way) -> str:
         """The same for equal payloads of one way and model. Those of the usual way have the hash of the payload alone.
         Of several models, each has its name in the hash, so their order does not matter.
         """
-        if way is not self._usual:
+        if way.name != self._usual.name:
             payload = {**payload, _WAY: way.name}
+        if way.extras and way.extras["extra_query"]:
+            payload = {**payload, _QUERY: way.extras["extra_query"]}
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
@@ -501,15 +518,18 @@ def _digest(payload: Payload) -> str:
     """The same for equal payloads, whatever the order of their keys.
 
     Raises:
-        InferenceError: JSON cannot express the payload.
+        ConfigError: JSON cannot express the payload.
     """
     option, fields = PAYLOAD_JSON | orjson.OPT_SORT_KEYS, payload
     if not _WITH_SCHEMA.isdisjoint(payload):
         option, fields = PAYLOAD_JSON, dict(sorted(payload.items()))
+    if has_nan(payload):  # orjson would write null; to look for that in a text takes longer
+        refuse_unsendable(payload, default=media_key)
     try:
         return payload_hash(orjson.dumps(fields, option=option, default=media_key))
-    except TypeError as error:
-        raise _failed(error, payload) from error
+    except TypeError:
+        refuse_unsendable(payload, default=media_key)
+        raise
 
 
 def _body(payload: Payload) -> AnyBody:
@@ -534,7 +554,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     """
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
-        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""), config)
+        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
         return result if result.finish_reason or config.accept_null_finish_reason else None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
@@ -542,8 +562,11 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     raise RequestRejected(int(status), body, remembered=True)
 
 
-def _fields(completion: Completion) -> JsonObject:
-    """What is kept of an answer: JSON values."""
+def _fields(completion: Completion, payload: Payload) -> JsonObject:
+    """What is kept of an answer: JSON values. Its fields depend on what the payload asks for, before on what came: so
+    tables have the same columns whenever the first tool call comes.
+    """
+    asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -552,14 +575,12 @@ def _fields(completion: Completion) -> JsonObject:
     }
     if completion.answer is not None:
         fields["answer"] = completion.answer
-    elif completion.tool_calls or completion.logprobs or completion.choices:
+    elif asks_for_more or completion.tool_calls or completion.logprobs or completion.choices:
         fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
     return fields
 
 
-def _result(fields: JsonObject, response_id: str, model: str, config: InferenceConfig) -> Result:
-    if config.write_response_ids:
-        fields |= {"response_id": response_id, "model": model}
+def _result(fields: JsonObject, response_id: str, model: str) -> Result:
     result: Result = result_of(fields, Result)
     result.response_id, result.model = response_id, model
     return result

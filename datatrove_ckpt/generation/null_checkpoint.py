@@ -97,7 +97,7 @@ class NullCheckpoint:
         self._admitted += 1
         return slot
 
-    def lookup(self, ordinal: int, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
+    def lookup(self, slot: ChunkSlot, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
         receive({})
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:

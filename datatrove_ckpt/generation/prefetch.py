@@ -25,12 +25,14 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
+from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
@@ -121,9 +123,10 @@ class SourceDocument:
         size: about how many bytes the document takes.
         resumable: a resume may start after this document.
         stats: the stats of the steps before the runner right after this document, if it is the last one of its chunk.
+        finished: the document's metadata with its results, if an old output has them.
     """
 
-    __slots__ = ("_as_read", "_documents", "document", "fingerprint", "id", "resumable", "size", "stats")
+    __slots__ = ("_as_read", "_documents", "document", "fingerprint", "finished", "id", "resumable", "size", "stats")
 
     def __init__(self, documents: DocumentSource, document: Document, read: AsRead, keep: bool) -> None:
         self.document = document
@@ -136,6 +139,7 @@ class SourceDocument:
                 self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False
         self.stats: State | None = None
+        self.finished: Json | None = None
         self._documents = documents
 
     @property
@@ -159,6 +163,7 @@ class DocumentSource:
         revisions: the commits of datasets that the job reads; None without a checkpoint.
         records_per_chunk: documents of a chunk.
         share: what the rank reads; None: what datatrove deals out to it.
+        finished: where documents are looked up that need no request.
     """
 
     def __init__(
@@ -170,7 +175,9 @@ class DocumentSource:
         revisions: Revisions | None = None,
         records_per_chunk: int = 1,
         share: Share | None = None,
+        finished: FinishedDocuments | None = None,
     ) -> None:
+        self._finished = finished
         self._revisions = revisions
         self._share = share
         self._stats = StepStats(documents)
@@ -286,6 +293,8 @@ class DocumentSource:
         with self._change:
             self._closed = True
             self._change.notify()
+        if self._finished is not None:
+            self._finished.close()
 
     # in the reader's thread --------------------------------------------------------------------------------------
 
@@ -301,6 +310,8 @@ class DocumentSource:
                 for document in self._documents:
                     end_fork(pid)
                     source = SourceDocument(self, document, as_read(document), self._keep_as_read)
+                    if self._finished is not None:
+                        source.finished = self._finished.take(document)
                     ordinal += 1
                     if ordinal == end:
                         source.stats, end = self._stats.saved(), next(ends)

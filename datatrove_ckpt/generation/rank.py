@@ -21,9 +21,12 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
+from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
@@ -31,6 +34,7 @@ from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
+from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -172,7 +176,9 @@ class _Run:
     def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[Callable[[], Checkpoint], ChunkOutput]:
         step, preemption = self.step, self.preemption
         folder, identity = rank_folder(root, rank), step.identity(self.world_size)
-        output = ChunkOutput(step.output_writer, rank, folder, step.checkpoints_root, prefix, step.hub_pace)
+        mirror = step.checkpoints_remote_dir
+        places = step.checkpoints_root, mirror, identity.digest
+        output = ChunkOutput(step.output_writer, rank, folder, *places, prefix, step.hub_pace)
         manager = CheckpointManager(
             root,
             rank,
@@ -186,7 +192,8 @@ class _Run:
             accept_changes=step.accept_changes,
             mirror=open_mirror(step, folder, rank, identity, preemption),
             before_first=preemption.interruptible()(output.refuse_existing),
-            before_publishing=output.refuse_existing,
+            before_move=preemption.interruptible()(output.check_moved),
+            old_answers=preemption.interruptible()(partial(open_old, step, rank, identity)),
             shutdown=preemption.shutdown,
         )
         return manager.open, output
@@ -200,7 +207,7 @@ class _Run:
         corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
-        documents = open_source(step, data, failures.keep_as_read, rank if kept else None)
+        documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
         models = RankModels([*step.models.values()], rank)
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
@@ -233,7 +240,29 @@ class _Run:
             documents.close()
 
 
-def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, rank: int | None) -> DocumentSource:
+def open_old(step: Step, rank: int, identity: RunIdentity) -> RequestCache | None:
+    """Returns the answers of ``answers_from``; None without the setting. Dead letters have other numbers."""
+    if not step.answers_from or step.retry_dead_letters:
+        return None
+    return open_old_answers(expand_path("answers_from", step.answers_from), rank, identity)
+
+
+def open_finished(step: Step, rank: int) -> FinishedDocuments | None:
+    """Returns what finds the rank's documents in the output of ``finished_from``; None without the setting."""
+    if not step.finished_from:
+        return None
+    folder = step.checkpoints_root if step.checkpoints_local_dir is not None else None
+    rollouts = step.model.rollouts_per_document
+    return FinishedDocuments(step.finished_from, rank, step.metadata_key, rollouts, folder)
+
+
+def open_source(
+    step: Step,
+    documents: Iterable[Document],
+    keep_as_read: bool,
+    rank: int | None,
+    finished: FinishedDocuments | None = None,
+) -> DocumentSource:
     """A rank's documents. To be called with the rank's lock, so that no ``reshard`` changes its share meanwhile.
 
     Args:
@@ -248,7 +277,7 @@ def open_source(step: Step, documents: Iterable[Document], keep_as_read: bool, r
     shares = None if root is None or step.retry_dead_letters else read_shares(root)
     share = None if shares is None or rank is None else shares.of(rank)
     return DocumentSource(
-        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, share
+        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, share, finished
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-import shlex
 import sys
 import types
 from collections.abc import Mapping
@@ -25,17 +24,20 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, fields_without_secrets
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
-from datatrove_ckpt.generation.code_values import digest, type_name
+from datatrove_ckpt.generation.code_text import digest
+from datatrove_ckpt.generation.code_values import type_name
 from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
-_VERSION = 3
+_VERSION = 4
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
+_UNDESCRIBED = 2
+"""Version where the code could not be described. No description of code has this number."""
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 _BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
@@ -56,6 +58,8 @@ class CodeIdentity:
     """The process that made the step. One that it forked is the same, since it has the same functions."""
     mark: str = ""
     """Tells the pickles of this step from those of others."""
+    version: int = 3
+    """Version of the description. Pickles of version 3 hold no number."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -79,8 +83,10 @@ def code_identity(
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
-    if when_made is not None and getattr(when_made, "made", None) is None:  # 0.1.0 kept a dict
+    if when_made is not None and when_made.made is None:
         return CodeIdentity(None)
+    if when_made is not None and when_made.version != _VERSION:  # a job that was queued before an upgrade
+        return when_made
     before = None
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:
@@ -95,7 +101,7 @@ def code_identity(
         return CodeIdentity(None)
     if when_made is not None and when_made.fingerprint == found:  # settings when the step was made, and state later
         made.fields.update({name: value for name, value in when_made.fields.items() if _SETTING.match(name)})
-    identity = CodeIdentity(made, found, _PROCESS, secrets.token_hex(8))
+    identity = CodeIdentity(made, found, _PROCESS, secrets.token_hex(8), _VERSION)
     if when_made is not None:
         _described[when_made.mark, _PROCESS] = identity
     return identity
@@ -162,36 +168,34 @@ def run_identity(
     metadata_key: str,
     world_size: int,
     how_to_accept: str,
-    checkpoints: str,
 ) -> RunIdentity:
     """The identity of a run, as plain JSON values.
 
     Args:
         code: see ``code_identity``.
         models: by their names, in their order.
-        checkpoints: their folder, for a command to type.
     """
-    folder = writer.output_folder.resolve_paths("")
-    moved = shlex.join(["datatrove-ckpt", "relocate", checkpoints, "--output", folder])
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
         "output_writer": writer_name(writer),
-        "output_folder": folder,
+        OUTPUT_FOLDER: writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
-    version = {"identity_version": _VERSION if code.made is not None else _VERSION - 1}
+    version = {"identity_version": code.version if code.made is not None else _UNDESCRIBED}
     notes = (
         {} if code.made is None else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
     )
     for name, value in code.fields.items():
         if is_bytecode(value):
             notes[name] = f"{notes[name]}; {_BYTECODE_NOTE}"
+    notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
     fields = {**version, **_fields_of_models(models), **code.fields, **output}
-    return RunIdentity(
-        fields, {**notes, "output_folder": f"if checkpoints and output were moved or copied: {moved}"}, how_to_accept
-    )
+    if b'"extra_body":' in orjson.dumps(fields):
+        fields["extra_body"] = "merged"
+        notes["extra_body"] = "before, the server got it as a key of that name"
+    return RunIdentity(fields, notes, how_to_accept)
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -225,7 +229,6 @@ def _config_fields(config: InferenceConfig) -> dict[str, Any]:
         **({} if config.seed is None else {"seed": config.seed}),
         # Answers that were believed must not become a part of a run that would not believe them, nor the other way.
         **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
-        **({"write_response_ids": True} if config.write_response_ids else {}),
     }
 
 

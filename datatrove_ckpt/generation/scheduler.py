@@ -218,9 +218,9 @@ class Scheduler:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
                 if slot is None:
                     continue
-                if not self._server_needed.is_set():
+                if source.finished is None and not self._server_needed.is_set():
                     self._look_at_first(source.document)
-                self._server_needed.set()
+                    self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire(source.size)
@@ -317,7 +317,12 @@ class Scheduler:
         if taken is not None and (letter := taken.get(document, source.id, slot.ordinal)) is not None:
             return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         try:
-            if len(requests) == 1:
+            if source.finished is not None:
+                document.metadata = source.finished
+                results = source.finished[self.metadata_key]
+                for request, result in zip(requests, results, strict=False):
+                    request.count_finished(result)
+            elif len(requests) == 1:
                 results = [await self._run_rollout(document, requests[0])]
             else:
                 results = await self._run_rollouts(document, requests)

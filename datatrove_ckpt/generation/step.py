@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -74,6 +73,8 @@ class Step(PipelineStep):
     hub_commits_per_hour: int = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
     keep_answers: bool = False
+    finished_from: str | Sequence[str] | None = None
+    answers_from: str | None = None
     preemption_notice: Setting | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
@@ -96,6 +97,8 @@ class Step(PipelineStep):
         self.output_writer = with_our_uploads(self.output_writer)
         if self.checkpoints_local_dir is not None:
             self.checkpoints_local_dir = str(self.checkpoints_local_dir)
+        if self.answers_from is not None:
+            self.answers_from = str(self.answers_from)
         self.drain_signals = check_signals(self.drain_signals)
         self.checkpoints_remote_dir = (self.checkpoints_remote_dir or "").rstrip("/") or None
         self.hub_pace = CommitPace(self.hub_commit_seconds, self.hub_commits_per_hour)
@@ -127,6 +130,8 @@ class Step(PipelineStep):
             if get_protocol(local) not in ("file", "local"):
                 raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
             check_output_folder(self.output_writer, local)
+            if self.answers_from is not None and Path(self.answers_from).absolute() == Path(local).absolute():
+                raise ConfigError("answers_from: is checkpoints_local_dir. Name the checkpoints of another run.")
             if remote is not None:
                 check_mirror(remote)
                 if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
@@ -136,6 +141,8 @@ class Step(PipelineStep):
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
         if self.monitoring.wants_tracking:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("monitoring: what MLflow and Weights & Biases get is"))
+        if self.answers_from is not None:
+            raise ConfigError(_NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are"))
         if remote is not None:
             raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
 
@@ -158,9 +165,7 @@ class Step(PipelineStep):
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
-        # A variable may be set elsewhere only.
-        root = os.path.expandvars(os.path.expanduser(self.checkpoints_local_dir or ""))  # noqa: PTH111
-        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept, root)
+        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -196,7 +201,7 @@ class Step(PipelineStep):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state.pop("_script_names", None)
-        self.__dict__.update({"monitoring": MonitoringConfig(), **state})  # which 0.1.0 did not have
+        self.__dict__.update(state)
         if names is not None:
             script_names.restore(names)
 

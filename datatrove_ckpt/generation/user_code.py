@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_values import parse
+from datatrove_ckpt.generation.code_text import parse
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA

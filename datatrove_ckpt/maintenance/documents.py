@@ -62,7 +62,8 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(output or find_output(place.folder, ranks, place.output, place.given[0]))
+    named = place.output, place.given[0], place.configured_output
+    folder = get_datafolder(output or find_output(place.folder, ranks, *named))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:

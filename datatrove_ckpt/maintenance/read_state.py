@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.history_log import (
     downtime,
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import RESHARDS, is_unstarted, mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import RESHARDS, mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import JobLedger
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
@@ -96,7 +96,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
-    state.is_unstarted = is_unstarted(run) and not state.totals.attempts
     state.is_half_resharded = (place.folder / layout.RESHARD_PLAN).exists()
     try:
         job.check(job.newer(), *([] if place.is_copy else [job.lost()]))  # a mirror may get these from another node

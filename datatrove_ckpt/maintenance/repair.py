@@ -8,11 +8,13 @@ The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
     0. take the lock and the fence            no other process works on the rank until the end
     1. remove datatrove's completion marker   else the executor skips the rank
     2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk appends them again
-    3. correct run.json and last_chunk        they say how many commits there are, and a run refuses fewer
-    4. replace commits.jsonl                  <- from here on the next run redoes the chunks
-    5. cut off the chunks' dead letters, if no others follow them
-    6. remove the output files of all ranks   the next run may choose other names (from metadata, for example); on the
-                                              hub all of them in one commit
+    3. remove the chunks' output files        the next run may choose other names (from metadata, for example), and
+                                              replaces no content that it does not know; on the hub in one commit
+    4. correct run.json and last_chunk        they say how many commits there are, and a run refuses fewer
+    5. replace commits.jsonl                  <- from here on the next run redoes the chunks
+    6. cut off the chunks' dead letters, if no others follow them
+
+A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
 Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
 the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
@@ -34,13 +36,14 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits, read_last_chunk, read_whole_commits
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.layout import LOCK, journal_indices
+from datatrove_ckpt.checkpoint.job import recorded_output
+from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
 from datatrove_ckpt.formatting import plural, ranges
-from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, other_run
+from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, is_owned, other_run
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.targets import remove_file, remove_output
 
@@ -55,9 +58,10 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
         OutputFailed, StorageFailed: a file could not be changed; the same command continues from there.
     """
-    # In a folder that no run.json names, a file that differs from its commit may be another job's.
-    moved = recorded_folders(report) != {report.folder.resolve_paths("")}
-    keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS} if moved else set()
+    # In a folder that the checkpoint does not name, or that has no owner, a file that differs may be another job's.
+    keep: set[str | None] = set()
+    if _recorded_output(report) != report.folder.resolve_paths("") or not is_owned(report):
+        keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS}
     with ExitStack() as locks:
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
@@ -71,10 +75,11 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for number in plan.markers:
             _remove_marker(str(logging_dir), number)
         for redo in plan.redo:
-            _carry_out(redo)
-        # The next run may choose other names, from metadata for example.
+            _blank_letters(redo)
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
         remove_output(report.folder, [name for name in names if name not in keep])
+        for redo in plan.redo:
+            _carry_out(redo)
 
 
 def _claim(rank: RankLedger) -> RunClaim:
@@ -94,15 +99,29 @@ def _remove_marker(logging_dir: str, number: int) -> None:
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
 
 
+def _letters_end(redo: Redo) -> int:
+    """The end of the last dead letter to keep, in bytes."""
+    return max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
+
+
+def _blank_letters(redo: Redo) -> None:
+    if redo.before is not None and not redo.commits:
+        return
+    # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
+    path, end = redo.rank.dead_letters_file, _letters_end(redo)
+    between = [place for place in redo.letters if place[0] < end]
+    if between and path.exists():
+        files.disk.replace(path, _blanked(path, between))
+
+
 def _carry_out(redo: Redo) -> None:
     rank = redo.rank
     if redo.before is not None and not redo.commits:
         return
-    letters_end = max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
-    # Letters after the last one to keep are cut off below, or, after a crash, by the next run.
-    between = [place for place in redo.letters if place[0] < letters_end]
-    if between and rank.dead_letters_file.exists():
-        files.disk.replace(rank.dead_letters_file, _blanked(rank.dead_letters_file, between))
+    letters_end = _letters_end(redo)
+    if redo.before is None:
+        # Files of lost commits are the rank's own, and nothing names them any more.
+        files.disk.remove(rank.folder / PUBLISHING)
     # From here on a run accepts a log with the commits to keep only.
     _claim(rank).take(len(redo.kept))
     _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
@@ -244,23 +263,25 @@ def check_output_folder(report: Report) -> None:
     """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
 
     Raises:
-        ConfigError: it is another run's; or ``run.json`` names another one, which exists, and is no other run's.
+        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is no other run's.
     """
+    try:
+        is_owned(report)
+    except OutputMismatch as refusal:
+        raise ConfigError(f"{refusal} Nothing was changed.") from refusal
     if other := other_run(report.checkpoints, report.output):
         raise ConfigError(f"--output: {report.output} belongs to the run in {other}. Nothing was changed.")
-    for recorded in sorted(recorded_folders(report)):
-        if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
-            raise ConfigError(
-                f"--output {report.output}: the output of {report.checkpoints} is in {recorded}, as its run.json says, "
-                "and that folder still exists. Nothing was changed. Leave --output out to repair the files there. If "
-                f"they were all moved to {report.output}, first remove or rename {recorded}."
-            )
+    recorded = _recorded_output(report)
+    if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
+        raise ConfigError(
+            f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at the last start, and "
+            "that folder still exists. Nothing was changed. Leave --output out to repair the files there. If they were "
+            f"all moved to {report.output}, first remove or rename {recorded}."
+        )
 
 
-def recorded_folders(report: Report) -> set[str]:
-    """The output folders that the ranks name; not those of ranks whose ``run.json`` is damaged."""
-    known = (rank.run for rank in report.ranks if rank.run or rank.damage is None)
-    return {str(run.get("output_folder") or report.output) for run in known}
+def _recorded_output(report: Report) -> str:
+    return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
 
 
 def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]) -> None:

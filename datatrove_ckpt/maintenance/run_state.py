@@ -228,7 +228,6 @@ class RunState:
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
         refusal: why no rank of it can start, and what to do; empty if nothing is known to refuse it.
         is_half_resharded: this is because `reshard` was interrupted, so nothing is damaged.
-        is_unstarted: a fork has made it, and no process has worked on it yet.
         ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
     """
 
@@ -246,7 +245,6 @@ class RunState:
     foreign: list[int] = field(default_factory=list)
     refusal: str = ""
     is_half_resharded: bool = False
-    is_unstarted: bool = False
     ranks: list[RankState] = field(default_factory=list)
     retries: list[RankState] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)

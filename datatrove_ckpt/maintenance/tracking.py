@@ -9,7 +9,6 @@ MLflow and of Weights & Biases, so whoever reads next goes on there.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ POINT_SECONDS = 60.0
 _SILENT_SECONDS = 200.0
 # Of a shorter time, as right before an end, a rate would be chance.
 _RATE_SECONDS = 30.0
-_MAX_RANKS_SHOWN = 64
 # Of a long file the end is read, so that the histories of thousands of ranks take seconds: of one rank all, of 10,000
 # the last hour or more.
 _TAILS_BYTES, _LEAST_TAIL_BYTES = 256 << 20, 32 << 10
@@ -132,7 +130,7 @@ class JobPoints:
 
     def _values(self, now: float) -> dict[str, float]:
         found = dict.fromkeys([*_SUMS, *_OF_RUNNING, "ranks_running", "ranks_done"], 0.0)
-        for number, rank in self._ranks.items():
+        for rank in self._ranks.values():
             running = rank.is_running(now)
             found["ranks_running"] += running
             found["ranks_done"] += rank.end is not None and rank.end.why == "done"
@@ -142,9 +140,6 @@ class JobPoints:
                 for name, model in rank.progress.models.items():
                     for key in _OF_MODEL:
                         found[f"{name}/{key}"] = found.get(f"{name}/{key}", 0.0) + getattr(model.total, key)
-                if self.ranks <= _MAX_RANKS_SHOWN:
-                    found[f"rank_{number:05d}/documents"] = rank.progress.documents.read
-                    found[f"rank_{number:05d}/completion_tokens"] = rank.progress.total.completion_tokens
         shares = [rank.progress.position.share for rank in self._ranks.values() if rank.progress is not None]
         if shares and len(shares) >= self.ranks and None not in shares:
             found["input_done_ratio"] = sum(share for share in shares if share is not None) / len(shares)
@@ -243,7 +238,7 @@ class TrackedRun(Protocol):
     sent_until: float
 
     def send(self, point: Point) -> None: ...
-    def end(self, status: str, report: Path | None) -> None:
+    def end(self, status: str) -> None:
         """No rank is at work. ``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
 
 
@@ -276,7 +271,7 @@ class MlflowRun:
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
         self._client.update_run(self._id, "RUNNING")
-        newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith(f"{job.prefix}documents"))
+        newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith("documents"))
         self.sent_until = max(newest, default=0) / 1000
         self._set_parameters(run.data.params)
 
@@ -284,41 +279,30 @@ class MlflowRun:
         wanted = f"tags.`{_JOB_TAG}` = '{self._job.job}'"
         found = self._client.search_runs([self._experiment], wanted, order_by=["attributes.start_time ASC"])
         over = [one for one in found if one.info.status == "FINISHED" and (one.info.end_time or 0) < first_at * 1000]
-        left = [one for one in found if one not in over]
-        # Two nodes may make one at the same moment. Then all take the first.
-        return min(left, key=lambda run: (run.info.start_time, run.info.run_id)) if left else None
+        return next((one for one in found if one not in over), None)
 
     def _make(self, first_at: float) -> Any:
         tags, start = {_JOB_TAG: self._job.job}, int(first_at * 1000) or None
-        made = self._client.create_run(self._experiment, start_time=start, tags=tags, run_name=self._job.run_name)
-        first = self._find(first_at) or made
-        if first.info.run_id != made.info.run_id:
-            self._client.delete_run(made.info.run_id)
-        return first
+        return self._client.create_run(self._experiment, start_time=start, tags=tags, run_name=self._job.run_name)
 
     def _set_parameters(self, before: dict[str, str]) -> None:
-        """MLflow's parameters cannot change. A setting that has changed since is a tag."""
-        from mlflow.entities import Param, RunTag
+        """MLflow's parameters cannot change: they stay as they were at first."""
+        from mlflow.entities import Param
 
-        values = {name: value[:_MAX_VALUE] for name, value in self._job.parameters.items()}
-        new = [Param(name, value) for name, value in values.items() if name not in before]
-        changed = [
-            RunTag(f"changed.{name}", value) for name, value in values.items() if before.get(name, value) != value
-        ]
-        for start in range(0, max(len(new), len(changed)), 100):  # MLflow takes no more at once
-            self._client.log_batch(self._id, params=new[start : start + 100], tags=changed[start : start + 100])
+        parameters = self._job.parameters
+        new = [Param(name, value[:_MAX_VALUE]) for name, value in parameters.items() if name not in before]
+        for start in range(0, len(new), 100):  # MLflow takes no more at once
+            self._client.log_batch(self._id, params=new[start : start + 100])
 
     def send(self, point: Point) -> None:
         from mlflow.entities import Metric
 
         moment = round(point.at * 1000), max(0, int(point.at - self._started))  # a step is a second of the job
-        found = [Metric(self._job.prefix + name, value, *moment) for name, value in point.values.items()]
+        found = [Metric(name, value, *moment) for name, value in point.values.items()]
         for start in range(0, len(found), 1000):
             self._client.log_batch(self._id, metrics=found[start : start + 1000])
 
-    def end(self, status: str, report: Path | None) -> None:
-        if report is not None:
-            self._client.log_artifact(self._id, str(report))
+    def end(self, status: str) -> None:
         self._client.set_terminated(self._id, status, int(self.sent_until * 1000) or None)
 
 
@@ -331,8 +315,7 @@ class WandbRun:
         entity, _, project = (job.wandb_project or "").rpartition("/")
         quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True}
         private = {"disable_git": True, "disable_code": True}
-        shared = {"mode": "shared", "x_label": job.prefix.rstrip("/")} if job.prefix else {}  # several write at once
-        settings = wandb.Settings(init_timeout=60, **quiet, **private, **shared)
+        settings = wandb.Settings(init_timeout=60, **quiet, **private)
         names = {"project": project, "entity": entity or None, "id": job.job, "name": job.run_name, "resume": "allow"}
         place = os.environ.get("WANDB_DIR") or str(folder)
         before = os.umask(0o077)  # its files hold the settings, and with them the prompt
@@ -342,23 +325,16 @@ class WandbRun:
             )
         finally:
             os.umask(before)
-        self._prefix = job.prefix
-        self._wandb = wandb
         self._run.summary["status"] = "RUNNING"
-        self.sent_until = float(self._run.summary.get(job.prefix + _AT) or 0.0)
-        self._run.define_metric(job.prefix + _AT, hidden=True)
-        self._run.define_metric("*", step_metric=job.prefix + _AT)
+        self.sent_until = float(self._run.summary.get(_AT) or 0.0)
+        self._run.define_metric(_AT, hidden=True)
+        self._run.define_metric("*", step_metric=_AT)
 
     def send(self, point: Point) -> None:
-        found = {self._prefix + name: value for name, value in point.values.items()}
-        self._run.log(found | {self._prefix + _AT: point.at})
+        self._run.log(point.values | {_AT: point.at})
 
-    def end(self, status: str, report: Path | None) -> None:
+    def end(self, status: str) -> None:
         """W&B's own state is that of the process."""
-        if report is not None:
-            artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
-            artifact.add_file(str(report))
-            self._run.log_artifact(artifact)
         self._run.summary["status"] = status
         self._run.finish(exit_code=int(status != "FINISHED"))
 
@@ -371,14 +347,12 @@ class Tracker:
         root: the folder with the checkpoints.
         make_runs: each finds or makes a run, when there is something to send; it is given the Unix seconds of the
             first record, may take long, or raise anything.
-        make_report: writes the job's report, if it can.
         is_over: no rank is at work, and all is sent.
     """
 
     root: Path
     ranks: int
     make_runs: list[Callable[[float], TrackedRun]]
-    make_report: Callable[[Path], bool]
     is_over: bool = False
     _waiting: list[Point] = field(default_factory=list)
     _failed: bool = False
@@ -423,9 +397,7 @@ class Tracker:
                     run.send(point)
                     run.sent_until = point.at
             if (status := self._points.status(now)) != "RUNNING":
-                with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-report-") as folder:
-                    report = Path(folder) / "report.html"
-                    run.end(status, report if status == "FINISHED" and self.make_report(report) else None)
+                run.end(status)
                 self._runs[index] = None  # the next attempt of the job finds it again
         except Exception as error:  # of a library, of its server, of the network
             return f"{type(error).__name__}: {error}"

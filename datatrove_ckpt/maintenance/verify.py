@@ -3,7 +3,8 @@
 The kinds of problems:
 
     missing, truncated, grown   an output file does not exist, or is smaller or larger than its commit says
-    altered                     its content differs: on the hub by the listed hash, elsewhere (full) by xxh128
+    altered                     its content differs: on the hub by the listed hash, elsewhere by xxh128 (files with the
+                                committed size and stamp are read with ``full`` only)
     columns                     (full) a Parquet file does not load with the first one of its folder, or as text
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
@@ -14,8 +15,8 @@ The kinds of problems:
     commits                     commits are lost or damaged; what else the rank has is not checked
     corrupt                     another file of the checkpoint is damaged
     identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
+    owner                       the output folder belongs to another run; it is not looked at
     output                      the output folder, or a file in it, cannot be read
-    config                      the YAML file that was given is not that of this run (found by the command)
 
 ``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
 
@@ -24,7 +25,6 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,23 +33,31 @@ from functools import cached_property
 from pathlib import Path
 from posixpath import dirname
 
-import xxhash
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.identity import RESHARDS, RunIdentity, comparable, compare, is_unstarted, read_run
-from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks
-from datatrove_ckpt.checkpoint.layout import JOB, NOTHING_PUBLISHED, RUN, rank_folder
+from datatrove_ckpt.checkpoint.identity import RESHARDS, RunIdentity, comparable, compare, read_run
+from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks, recorded_output
+from datatrove_ckpt.checkpoint.layout import HOME, JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed
+from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.arrow_types import Misfit, Schema, misfits, read_schema
-from datatrove_ckpt.output.committed import FoundFiles, file_problem, stray_advice
+from datatrove_ckpt.output.committed import (
+    FoundFiles,
+    content_hash,
+    file_problem,
+    local_stamp,
+    published_names,
+    remote_stamp,
+    stray_advice,
+)
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
@@ -60,14 +68,16 @@ def verify(
     full: bool = False,
     given: Sequence[str] = (),
     planned: str | None = None,
+    configured: str | None = None,
 ) -> Report:
     """Verifies all ranks.
 
     Args:
-        output: the output folder, if it is not where ``run.json`` says.
+        output: the output folder, if it is not where ``job.json`` says.
         full: also read every output file.
         given: how the user named the checkpoint, for commands to type; empty: as ``checkpoints``.
         planned: where the output of a run will be that has not started, if WHAT tells it.
+        configured: the output folder that the YAML file of the run names.
 
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
@@ -79,7 +89,8 @@ def verify(
         report.sums.add(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
-    report.output = output or find_output(checkpoints, report.ranks, planned, given[0] if given else checkpoints)
+    what = given[0] if given else checkpoints
+    report.output = output or find_output(checkpoints, report.ranks, planned, what, configured)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_ranks(report)
@@ -89,24 +100,24 @@ def verify(
     return report
 
 
-def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object) -> str:
-    """The output folder of a run, as its ``run.json`` files name it. The arguments are those of ``verify``.
+def find_output(
+    checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object, configured: str | None = None
+) -> str:
+    """The output folder of a run, as its checkpoint names it. The arguments are those of ``verify``.
 
-    In a run folder that was copied or renamed it is the one there, because what they name may be another run's by now;
-    but not one that ``relocate`` has left.
+    In a run folder that was copied or renamed it is the one there, because what it names may be another run's by now.
 
     Raises:
         ConfigError: none of them names it, or it is gone, and what they name is another run's.
     """
+    if configured is not None:
+        return str(get_datafolder(configured).resolve_paths(""))
     runs = [rank.run for rank in ranks if rank.run]
-    found = [str(folder) for run in runs if (folder := run.get("output_folder"))]
-    # Ranks that were complete when the user moved the output still name the old place.
-    left = {change.get("old") for change in accepted_changes(*ranks) if change.get("field") == "output_folder"}
-    if found:
-        recorded = next((folder for folder in found if folder not in left), found[0])
+    recorded = recorded_output(checkpoints, runs)
+    if recorded is not None:
         now, other = checkpoints.absolute().with_name("output"), other_run(checkpoints, recorded)
         is_moved = other or (_is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir())
-        if is_moved and now.is_dir() and str(now) not in left:
+        if is_moved and now.is_dir():
             return str(now)
         if other:
             raise ConfigError(
@@ -115,11 +126,6 @@ def find_output(checkpoints: Path, ranks: list[RankLedger], planned: str | None,
         return recorded
     if planned is not None:
         return str(get_datafolder(planned).resolve_paths(""))
-    if runs and all(is_unstarted(run) for run in runs):
-        raise ConfigError(
-            f"{what} is a fork that has not started, so it has no output yet. Start it first; or give its YAML file "
-            "instead, or --output."
-        )
     for rank in ranks:
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
@@ -214,7 +220,7 @@ def _check_settings(report: Report) -> None:
     """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
     roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
-        if rank.settings and not is_unstarted(rank.run):
+        if rank.settings:
             roots[rank.root].append(rank)
     for ranks in roots.values():
         variants: dict[bytes, list[RankLedger]] = defaultdict(list)
@@ -386,6 +392,10 @@ _BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (
     "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
 )
+_STAGED = (
+    "a process on its way to publish has left it, unless a task works just now. Remove it, since readers of the folder "
+    "may take it for output."
+)
 _OF_ANOTHER_JOB = (
     "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
     "that checkpoint back, or delete it if nothing else needs it."
@@ -399,6 +409,11 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
         full: also read the files.
         folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
     """
+    try:
+        is_owned(report)
+    except OutputMismatch as refusal:
+        report.add_problem("owner", str(refusal), path=report.output)
+        return
     found = _list(report, folder_is_given)
     if found is None:
         return
@@ -414,19 +429,24 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     """Every file in the output folder; None if the folder cannot be listed."""
     folder = report.folder
+    committed = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
     try:
         with file_system_call():
             if report.hub is not None:
                 # A folder there exists with its first file, and may be listed as it was a moment ago.
                 found, uploads = FoundFiles({}), HubUploads(report.hub, StoppableCalls())
                 found.show(uploads.looked("cannot be listed", report.hub.files))
+                for path, listed in found.hub_files.items():
+                    found.note(path, listed.size, listed.stamp, committed.get(path))
                 files = (file for chunk in report.chunks for file in chunk.files)
                 uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
                 there = bool(found.sizes)
             else:
                 folder.invalidate_cache()
-                listed = folder.find("", detail=True)
-                found = FoundFiles({path: one["size"] for path, one in listed.items() if one["type"] != "directory"})
+                found = FoundFiles()
+                for path, info in folder.find("", detail=True).items():
+                    if info["type"] != "directory":
+                        found.note(path, info["size"], _stamp(folder, path, info), committed.get(path))
                 there = bool(found.sizes) or folder.exists("")
     except (OSError, OutputFailed) as failure:
         error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
@@ -443,6 +463,32 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     return found
 
 
+def _stamp(folder: DataFolder, path: str, info: Json) -> int:
+    """The stamp of a file in a listing. Of a file on a disk, a listing of fsspec has no exact time."""
+    if not folder.is_local():
+        return remote_stamp(info)
+    with suppress(OSError):  # removed since it was listed, which shows later
+        return local_stamp(Path(folder.resolve_paths(path)).stat())
+    return 0
+
+
+def is_owned(report: Report) -> bool:
+    """Whether the output folder is known to belong to the run.
+
+    Raises:
+        OutputMismatch: it belongs to another run.
+    """
+    if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
+        return False
+    templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
+    homes = Homes(report.checkpoints, None)
+    try:
+        owned = [Ownership(report.folder, template, homes).check() for template in sorted(templates)]
+    except OSError:
+        return False  # the listing fails, too, and explains why
+    return all(owned)
+
+
 def _list_advice(error: BaseException) -> str:
     if http_status(error) == 404:
         return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
@@ -453,8 +499,6 @@ def _list_advice(error: BaseException) -> str:
 
 def _is_ours(report: Report, path: str) -> bool:
     """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
-    if path.startswith(f"{STAGING}/"):
-        return True
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
@@ -488,11 +532,11 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     """The kind and the description of a file's problem; None if it has none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
-    if not full:
+    if not full and plain(file.path) not in found.touched:
         return None
     try:
         with file_system_call():
-            actual = _content_hash(report, file.path)
+            actual = content_hash(report.folder, file.path)
     except OSError as error:
         if isinstance(error, FileNotFoundError) or (report.hub is not None and http_status(error) == 404):
             return "missing", "is missing"
@@ -500,16 +544,6 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
     if actual != file.xxh128:
         return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
     return None
-
-
-def _content_hash(report: Report, path: str) -> str:
-    if report.hub is None or report.hub.is_bucket:
-        with report.folder.open(path, "rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    content = xxhash.xxh3_128()
-    for block in report.hub.blocks(path, _BLOCK):
-        content.update(block)
-    return str(content.hexdigest())
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:
@@ -540,6 +574,7 @@ class _Uncommitted:
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
         self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
+        self._published: dict[int, set[str] | None] = {}
         self._tasks = report.tasks
         templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
         self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
@@ -547,6 +582,9 @@ class _Uncommitted:
     def check(self, path: str) -> None:
         if not self._patterns:
             return  # no run.json can be read, so no file can be told from a foreign one
+        if path.startswith(f"{STAGING}/"):
+            self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
+            return
         matches = [match for pattern in self._patterns if (match := pattern.fullmatch(path))]
         advice = f"{stray_advice(1)}." if matches else _OF_ANOTHER_NAME
         if not matches and self._report.hub is not None:
@@ -567,13 +605,19 @@ class _Uncommitted:
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
                 )
-            elif rank.state != "finished" and (rank.folder / NOTHING_PUBLISHED).exists():
+            elif rank.state != "finished" and not self._may_be_published(key[1], path):
                 advice = _OF_ANOTHER_JOB
             elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
                 message = f"{path} is published but not committed yet."
                 self._report.add_problem("unfinished", message, rank, chunk_index, path)
                 return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+    def _may_be_published(self, number: int, path: str) -> bool:
+        if number not in self._published:
+            self._published[number] = published_names(self._report.checkpoints, number)
+        known = self._published[number]
+        return known is None or path in known
 
     def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
         """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""

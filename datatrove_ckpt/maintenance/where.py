@@ -7,7 +7,6 @@ mirror instead (``Place.said``).
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import tempfile
@@ -17,10 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.identity import fields_without_secrets, same_value
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, is_count
 from datatrove_ckpt.config.paths import default_mirror, expand_path
@@ -30,9 +26,8 @@ from datatrove_ckpt.formatting import plural
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
 
-_MAX_SHOWN = 60
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_ON_CONFIG = re.compile(r"(datatrove-ckpt (?:migrate|(reshard))) CONFIG\b")
+_ON_CONFIG = re.compile(r"datatrove-ckpt reshard CONFIG\b")
 
 
 @dataclass(slots=True)
@@ -63,6 +58,11 @@ class Place:
     def is_copy(self) -> bool:
         return self.mirror is not None
 
+    @property
+    def configured_output(self) -> str | None:
+        """The output folder that the YAML file names: where the files are now, whatever the checkpoint says."""
+        return self.output if self.config else None
+
     def refresh(self) -> None:
         """Brings a copy up to date.
 
@@ -81,7 +81,7 @@ class Place:
 def with_config(text: str, given: Sequence[str]) -> str:
     """A text whose commands on CONFIG name the YAML file that was given, with its overrides."""
     but_tasks = [one for one in given if not one.startswith(("--executor.tasks=", "--tasks="))]
-    return _ON_CONFIG.sub(lambda found: f"{found[1]} {shlex.join(but_tasks if found[2] else given) or 'CONFIG'}", text)
+    return _ON_CONFIG.sub(lambda _: f"datatrove-ckpt reshard {shlex.join(but_tasks) or 'CONFIG'}", text)
 
 
 def is_config(what: str) -> bool:
@@ -190,8 +190,8 @@ def _looks_like_mirror(folder: Path) -> bool:
 
 # changing a mirror ----------------------------------------------------------------------------------------------------
 
-# ``repair`` and ``relocate`` change a checkpoint of which only the mirror can be reached: in a restored copy, which is
-# then uploaded again. The output's files are removed before the upload. After a crash in between, the mirror still has
+# ``repair`` changes a checkpoint of which only the mirror can be reached: in a restored copy, which is then uploaded
+# again. The output's files are removed before the upload. After a crash in between, the mirror still has
 # the old commits, and the same command finds their files missing, and takes the commits back.
 
 
@@ -308,52 +308,3 @@ def _arguments(node: Any) -> dict[str, Any]:
     """The init_args of a mapping with class_path; empty if there are none."""
     arguments = node.get("init_args") if isinstance(node, dict) else None
     return arguments if isinstance(arguments, dict) else {}
-
-
-def config_differences(place: Place, kept: Sequence[Json]) -> list[str]:
-    """What the file says otherwise than every rank, each as "tasks: 1 -> 5". Empty without a file.
-
-    Ranks differ where the user has accepted a change. Secrets are compared and shown as ``run.json`` has them: hashed.
-
-    Args:
-        kept: the content of each ``run.json`` that can be read.
-    """
-    if not place.config:
-        return []
-    wanted = fields_without_secrets(dict(_comparable_settings(place)))
-    found = {name: [fields[name] for fields in kept if name in fields] for name in wanted}
-    return [
-        f"{name}: {_shown(found[name][0])} -> {_shown(value)}"
-        for name, value in wanted.items()
-        if found[name] and not any(same_value(name, one, value) for one in found[name])
-    ]
-
-
-def _comparable_settings(place: Place) -> Iterator[tuple[str, Any]]:
-    yield "tasks", place.tasks
-    runner = runner_arguments(place.config)
-    config, writer, rollout = (_settings(runner.get(name)) for name in ("config", "output_writer", "rollout_fn"))
-    if isinstance(folder := writer.get("output_folder"), str) and "$" not in folder:
-        yield "output_folder", folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))  # noqa: PTH100, PTH111 (as datatrove)
-    named = all(isinstance(one, dict) for one in config.values())  # several models: see ``config.models``
-    if named and len(config) > 1:
-        yield "models", [*config]
-    for number, (name, one) in enumerate(config.items() if named else [("", config)]):
-        if "model_name_or_path" in one:
-            yield f"{name}.model" if number else "model", one["model_name_or_path"]
-    for name in ("records_per_chunk", "metadata_key", "rollouts_per_document"):
-        if name in runner:
-            yield name, runner[name]
-    for name, value in rollout.items():
-        if not str(value).startswith("@"):  # a prompt's file that is not here
-            yield f"rollout_fn.{name}", value
-
-
-def _shown(value: Any) -> str:
-    text = orjson.dumps(value, default=str).decode()
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _settings(node: Any) -> dict[str, Any]:
-    """The arguments of a mapping, with or without ``class_path``."""
-    return _arguments(node) if not isinstance(node, dict) or "class_path" in node else node

@@ -1,6 +1,6 @@
 """Changes the checkpoint of a rank on its mirror: restored into a local folder, and uploaded again.
 
-``repair`` and ``relocate`` do so. ``fork`` and ``reshard`` upload to a new mirror.
+``repair`` does so. ``reshard`` uploads to a new mirror.
 
 The upload is a new version of a new owner. A node that still has the rank's folder sees that the mirror is further, and
 restores it at its next start. A process that still works on the rank stops when it sees the new owner.
@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.mirror.job import restore_shares, upload_shares
+from datatrove_ckpt.mirror.job import restore_job, restore_shares, upload_shares
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.object_store import ObjectStore
@@ -55,6 +55,7 @@ def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
         for name in names:
             restore(f"{url}/{name}", folder / name)
         restore_shares(url, folder)
+        restore_job(url, folder)
     except OSError as error:
         raise unreadable(url, error) from error
 
@@ -77,8 +78,6 @@ def upload_rank(url: str, folder: Path) -> None:
                 while data := file.read(MAX_OBJECT_BYTES):
                     uploads.add(name, data)
         uploads.add_answers(snapshot)
-        if (folder / layout.PUBLISHES).exists():
-            uploads.mark_publishing()
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(

@@ -15,10 +15,10 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, stamped, way_back
 from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, SHARES, is_journal, is_rank, rank_folder
-from datatrove_ckpt.checkpoint.lines import Json, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Json, seal, sealed_json, unseal
 from datatrove_ckpt.checkpoint.shares import Shares
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Seal, Versions, without_seal
@@ -50,7 +50,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         if (shares := _compare_shares(store, root)) is not None:
             missing[SHARES] = shares
         job = _read_job(store)
-        if job and not compare(job, identity):
+        if job and not compare(job, identity, with_output=True):
             return missing
         others = _compare(store, root, job, identity, lambda change: True, rank)
         if others.changes and (not accept_changes or others.is_layout):
@@ -91,6 +91,12 @@ def restore_shares(url: str, folder: Path, trusted: bool = True) -> None:
         CheckpointMismatch, CheckpointCorrupt, ConfigError: see ``_compare_shares``.
     """
     _compare_shares(ObjectStore(url), folder, trusted)
+
+
+def restore_job(url: str, folder: Path) -> None:
+    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks. Raises OSError."""
+    if job := _read_job(ObjectStore(url)):
+        (folder / JOB).write_bytes(sealed_json(stamped(job)))
 
 
 def upload_shares(url: str, root: Path) -> None:
@@ -196,4 +202,5 @@ def newest_manifest(url: str) -> Manifest | None:
 
 def _kept(manifest: Manifest) -> KeptRun:
     holds_work = bool(manifest.answers) or any(name == COMMITS or is_journal(name) for name in manifest.files)
-    return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished)
+    # Whether a process works on it is not known: a run is stopped before its output is moved.
+    return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

@@ -41,7 +41,6 @@ from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     DEAD_LETTERS,
     HISTORY,
-    PUBLISHES,
     RETRY_INPUT,
     SHARD,
     is_journal,
@@ -350,14 +349,6 @@ class Versions:
         """The owner's host and process id, for an error message."""
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
-
-    def mark_publishing(self) -> None:
-        """See ``layout.PUBLISHES``."""
-        self._store.put(PUBLISHES, b"1")  # some stores take no empty object
-
-    def is_publishing(self) -> bool:
-        """See ``layout.PUBLISHES``."""
-        return self._store.read(PUBLISHES, 1) is not None
 
     def newest(self, versions: list[Version], use: Callable[[Version], T], problems: list[str]) -> T | None:
         """What ``use`` returns for the newest version that is not damaged; None if all are.

@@ -227,10 +227,6 @@ class Uploads:
             )
         return ownerships, versions
 
-    def mark_publishing(self) -> None:
-        """Says that the rank may have output from now on."""
-        self._versions.mark_publishing()
-
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
         """Removes old versions first, then the objects that no kept version needs.
 
@@ -296,8 +292,6 @@ class RemoteMirror:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
-        self._is_first = self._marked = False
-        """The rank is to publish its first file; the mirror says that."""
         self._seen = -math.inf
         self._answers, self._waived_until = True, -math.inf
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -319,15 +313,11 @@ class RemoteMirror:
         """Then there is a version of the rank, too."""
         return self._uploads is not None and self._uploads.owns_mirror
 
-    def check(self, first: Callable[[], None] | None, stopping: threading.Event) -> None:
+    def check(self, first: bool, stopping: threading.Event) -> None:
         """See ``Mirror``."""
-        if first is not None and not self._marked:
-            is_owned = self._wait_for_look(retrying.STORAGE.patience, stopping)
-            if is_owned:
-                first()
-                self._is_first = True
-            if not is_owned or not self._wait_for_look(retrying.STORAGE.patience, stopping) or not self._marked:
-                raise self._unmarked()
+        if first and not self._is_owned:
+            if not self._wait_for_look(retrying.STORAGE.patience, stopping):
+                raise self._without_version()
             return
         if time.monotonic() < max(self._seen + _SEEN_SECONDS, self._waived_until) or not self._is_owned:
             return
@@ -340,7 +330,7 @@ class RemoteMirror:
             self._answers = False
             self._waived_until = time.monotonic() + _LOOK_SECONDS
 
-    def _unmarked(self) -> StorageFailed:
+    def _without_version(self) -> StorageFailed:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's first output waits for "
             "that: if this node were lost, nothing would tell it from another job's. Every answer is saved on this "
@@ -415,9 +405,6 @@ class RemoteMirror:
         if number and uploads is not None and uploads.owns_mirror:
             try:
                 uploads.list_as_owner()
-                if self._is_first and not self._marked:
-                    uploads.mark_publishing()
-                    self._marked = True
             except (OSError, ConfigError) as error:  # the next upload says so
                 self._failure = failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
@@ -444,7 +431,7 @@ class RemoteMirror:
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.passes(error)
             if is_final and self._looks and not self._is_owned:
-                raise self._unmarked() from error
+                raise self._without_version() from error
             if not self._given_up:
                 self._failures += 1
                 after = "." if self._stopping else ". The run continues and tries again later."

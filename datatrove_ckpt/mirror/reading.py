@@ -17,7 +17,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
-from datatrove_ckpt.mirror.job import restore_shares
+from datatrove_ckpt.mirror.job import restore_job, restore_shares
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import failure_line
@@ -74,6 +74,7 @@ class MirrorReader:
                         self.ranks[name] = copied
             if not (self._folder / layout.SHARES).exists():  # a mirror that has ranks keeps what it has
                 restore_shares(self.url, self._folder, self._trusted)
+            restore_job(self.url, self._folder)
         except OSError as error:
             raise unreadable(self.url, error) from error
 

@@ -36,7 +36,6 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     LOCK,
-    PUBLISHES,
     RUN,
     last_chunk_of,
     rank_folder,
@@ -229,8 +228,6 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
             earlier[version.nonce] = version.number
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
     files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
-    if mirrored.is_publishing():
-        files.disk.write_new(staging / PUBLISHES, [])
     files.disk.sync_dir(staging)
 
 

@@ -1,9 +1,8 @@
 """ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in one step.
 
-Files appear under their final names complete or not at all. For a local output folder they are staged in a hidden
-folder below it, because a rename works within one file system only, and renamed. For a remote one they are staged in
-the checkpoint's folder, and uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of
-it, with our file manager (see ``file_managers.py``).
+Files appear under their final names complete or not at all. They are staged in the checkpoint's folder, and then get
+their names, or are uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of it, with
+our file manager (see ``file_managers.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
-from datatrove_ckpt.checkpoint.identity import was_restored
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
     OWN_SCHEMA_ADVICE,
     SCHEMA_ADVICE,
@@ -39,7 +39,15 @@ from datatrove_ckpt.output.arrow_types import (
     warning,
     watch_schema,
 )
-from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import (
+    CommittedFile,
+    FoundFiles,
+    OutputCheck,
+    RankCommits,
+    committed_files,
+    other_content,
+    published_names,
+)
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
@@ -47,7 +55,7 @@ from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import make_target
+from datatrove_ckpt.output.targets import StagedChunk, make_target
 from datatrove_ckpt.output.writers import decode_for, write_for
 
 
@@ -58,8 +66,10 @@ class ChunkOutput:
         writer: the user's writer. It is copied for each chunk, and never opened itself.
         rank: the rank, for the writer's filename template.
         scratch: the folder below which files for a remote output folder are staged.
-        prefix: stands before the chunk index in file names.
         checkpoints: ``checkpoints_local_dir``, below which ``scratch`` is.
+        mirror: ``checkpoints_remote_dir``.
+        run: the hash of the run's identity.
+        prefix: stands before the chunk index in file names.
         pace: when files that are uploaded to the hub are committed.
     """
 
@@ -69,19 +79,22 @@ class ChunkOutput:
         rank: int,
         scratch: Path,
         checkpoints: Path,
+        mirror: str | None = None,
+        run: str | None = None,
         prefix: str = "",
         pace: CommitPace = CommitPace(),  # noqa: B008 - it cannot change
     ) -> None:
         self.folder, self.checkpoints = scratch, checkpoints
         self.names = FileNames(writer, rank, prefix, checkpoints)
-        self._check = OutputCheck(writer, checkpoints)
-        self._unpublished = scratch / layout.NOTHING_PUBLISHED
+        self._check = OutputCheck(writer, checkpoints, mirror, run=run)
         self._retry = scratch.parent.name if prefix else ""
         self._taken: dict[str, tuple[str, int]] = {}
         self._writer = writer
         self._rank = rank
         self._writing = ChunkWriting(writer, rank, self.names)
         self._asked = False
+        self._is_first = False
+        self._has_published = False
         self._calls = StoppableCalls()
         self._target = make_target(writer.output_folder, scratch, rank, pace)
         self.placement = self._target.placement
@@ -92,25 +105,46 @@ class ChunkOutput:
         """The same. Who reads a chunk's documents to their end calls it, too."""
 
     def refuse_existing(self) -> None:
-        """Call it before a start of a rank that has published nothing, and again before it publishes its first file.
+        """Call it before the first start of a rank.
 
         Raises:
-            OutputMismatch: the folder holds files that this rank would write.
+            OutputMismatch: the folder holds files that this rank would write, or belongs to another run.
         """
         self._check_access()
         commits, found = self._look()
         self._check.refuse_existing(commits, found, self._retry)
-        self._target.is_first = True
+        self._claim()
+        self._is_first = True
+
+    def check_moved(self) -> None:
+        """Call it before the first start of a job with another output folder. Compares names and sizes.
+
+        Raises:
+            OutputMismatch: committed files of some rank are not in this folder, or it belongs to another run.
+        """
+        root = self._check.root
+        commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
+        if committed := self._check.by_name(commits):
+            list_files = partial(self._check.look, committed, contents=False)
+            found = self._target.call("cannot be listed", list_files)
+            for rank_commits in commits:
+                self._target.settle(rank_commits, found)
+            self._check.refuse_lost(committed, found)
 
     def check_complete(self) -> None:
         """Call it when all chunks are committed.
 
         Raises:
-            OutputMismatch: committed files are missing or changed, or files are there that no commit names.
+            OutputMismatch: committed files are missing or changed, files are there that no commit names, or the folder
+                belongs to another run.
         """
         commits, found = self._look()
         self._check.refuse_lost(self._check.by_name([commits]), found)
         self._check.refuse_unknown(commits, found)
+
+    def _claim(self) -> None:
+        claim = partial(self._check.owner.claim, self._check.is_unused)
+        self._target.call("cannot be claimed for this run", claim)
 
     def _check_access(self) -> None:
         """Once, and before the folder is listed: a listing does not tell what is missing."""
@@ -125,7 +159,7 @@ class ChunkOutput:
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
         commits = self._commits()
         committed = self._check.by_name([commits])
-        found = self._target.call_to_list(partial(self._check.look, committed, self._rank, others))
+        found = self._target.call("cannot be listed", partial(self._check.look, committed, self._rank, others))
         self._target.settle(commits, found)
         return commits, found
 
@@ -133,29 +167,52 @@ class ChunkOutput:
         """Removes the files that earlier processes staged and did not publish, and makes the staging folder.
 
         Raises:
-            OutputMismatch: files that earlier attempts committed are missing or changed.
+            OutputMismatch: files that earlier attempts committed are missing or changed, other files have their
+                names, or the folder belongs to another run.
             StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
                 request is paid for.
         """
         self._check_access()
+        self._intents = Intents(self.folder)
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
-        others = not self._target.is_first and HubFolder.of(self._writer.output_folder) is None
+        is_elsewhere = HubFolder.of(self._writer.output_folder) is None
+        others = not self._is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
             commits, found = self._look(others)
             self._check.refuse_lost(self._check.by_name([commits]), found)
             if others:
-                self._check.refuse_strangers(commits, found, not self._unpublished.exists(), self._retry)
+                self._refuse_strangers(commits, found)
             self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
                 self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
-        if self._target.is_first and self._writer.output_folder.is_local():  # others look before each upload, or never
-            files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
-        self._target.may_replace = was_restored(self.folder) and not self._target.is_first
-        self._target.is_first = self._unpublished.exists()
+        if not self._is_first:
+            self._claim()
+        if not self._intents.is_kept:
+            self._intents.add({})
         self._target.check_owner = self.check_owner
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
-        files.disk.make_dirs(self._target.staging, files.PRIVATE_FOLDER)
+        for folder in (self._target.staging.parent, self._target.staging):
+            files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
+
+    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
+        """Refuses files that this rank has not published. Of a rank that kept no intents, all are its own."""
+        uncommitted = found.by_rank[self._rank]
+        if not uncommitted:
+            return
+        names = {name for root, name in uncommitted if root == self._retry}
+        if not self._intents.is_kept:
+            self._check.refuse_strangers(commits, found)
+            # All in one write: a crash between two of them would make strangers of the rest.
+            self._intents.add({name: self._target.hash_of(name) for name in names})
+            return
+        others = [name for name in names & self._intents.names if not self._is_intended(name)]
+        if others:
+            raise other_content(self._check.where, sorted(others))
+        self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
+
+    def _is_intended(self, name: str) -> bool:
+        return self._target.hash_of(name) in self._intents.hashes(name)
 
     def stop(self) -> None:
         """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
@@ -165,14 +222,14 @@ class ChunkOutput:
     def finish(self) -> None:
         """Removes the staging folder. Nothing may be staged after that."""
         files.disk.remove_tree(self._target.staging.parent)
-        files.disk.remove_dir(self._target.staging.parent.parent)
-        files.disk.remove_dir(self._unpublished)
+        self._target.finish()
 
     def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
         """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns its files; see ``placement``.
 
         Raises:
             OutputFailed: a document cannot be written, or the output folder refuses it. The journal is kept.
+            OutputMismatch: another job has written a file of the same name, or owns the folder.
             StorageFailed: the disk refused a write.
         """
         staging = self._target.staging / f"chunk_{chunk_index:05d}"
@@ -180,25 +237,16 @@ class ChunkOutput:
         staged = StagedFiles(staging, self._writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
-            paths = {name: file.path for name, file in staged.finished.items()}
-            self._refuse_taken(chunk_index, paths)
-            self._check.refuse_others(self._target.others_files(paths))
-            if self._target.is_first:
-                files.disk.remove_dir(self._unpublished)
-                files.disk.sync_dir(self.folder)  # else, after a power loss, the file seems to be a stranger's
-            try:
-                hashes = self._target.publish(chunk_index, staging, paths)
-            except FileExistsError:
-                files.disk.make_dirs(self._unpublished, files.PRIVATE_FOLDER)
-                self._check.refuse_others(self._target.others_files(paths))
-                raise
-            self._target.is_first = False
+            self._refuse_taken(chunk_index, staged.finished)
+            if not self._has_published:
+                self._claim()
+                self._has_published = True
+            return self._target.publish(StagedChunk(chunk_index, staging, staged.finished), self._intents)
+        except OutputMismatch:
+            files.disk.remove_tree(staging)
+            raise
         finally:
             staged.abandon()
-        return [
-            OutputFile(name, file.size, file.hexdigest(), hashes.get(name, ""))
-            for name, file in staged.finished.items()
-        ]
 
     def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
         if not self.names.fields:

@@ -1,12 +1,14 @@
 """Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
 
-Names and sizes are compared, and on the hub the hashes that its listings hold. Elsewhere a file that was replaced by
-one of the same size is not noticed: ``verify --full`` reads the files, and compares their hashes.
+Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes that its listings
+hold. A file with another stamp than its commit names is read, and its hash compared: so a file that was replaced by
+one of the same size is noticed, and a million files that nobody touched cost nothing.
 
     when                                what is refused
+    at each look                        a folder that belongs to another run (``owner``)
     a rank starts for the first time    any file that its template may have named
-    a rank resumes                      files that only another program names so; all, if nothing was published yet
-    a rank resumes, or is complete      committed files that are missing or of another size
+    a rank resumes                      files that neither a commit nor an intent to publish names
+    a rank resumes, or is complete      committed files that are missing, or have another content
     a rank is complete                  files that its template may have named, and no commit does
 
 The last check only warns of a file whose name does not tell its rank, or that has a chunk index which the rank does not
@@ -15,32 +17,38 @@ have: fields of documents may have made such a name in another run. The first do
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import posixpath
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from string import Template
+from typing import Any
 
+import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command, stamp_of
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, migrate_command, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.intents import Intents
+from datatrove_ckpt.checkpoint.job import recorded_output
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository, private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.retrying import failure_line, file_system_call
 
 # Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
@@ -50,6 +58,7 @@ from datatrove_ckpt.retrying import failure_line, file_system_call
 # the folder that all names of the template have in common.
 
 
+_BLOCK = 1 << 20
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
 
@@ -59,12 +68,16 @@ class FoundFiles:
 
     Attributes:
         sizes: in bytes, by path; None: the store tells no size.
+        touched: committed files with another stamp than their commit names.
+        altered: committed files with another content than their commit names.
         by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
             ("": of no retry).
         hub_files: what the hub tells of the files; empty elsewhere.
     """
 
-    sizes: dict[str, int | None]
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    altered: set[str] = field(default_factory=set)
     by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
     hub_files: dict[str, HubFile] = field(default_factory=dict)
 
@@ -73,11 +86,19 @@ class FoundFiles:
         self.hub_files |= files
         self.sizes |= {name: file.size for name, file in files.items()}
 
+    def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
+        """Adds a file. ``file``: what a commit says of it; None: no commit names it."""
+        self.sizes[name if file is None else file.path] = size  # no second copy of a million names
+        if file is not None and file.stamp not in (0, stamp) and file.size == size:
+            self.touched.add(plain(file.path))
+
     def size(self, file: OutputFile) -> int | None:
         return self.sizes.get(plain(file.path))
 
     def is_right(self, file: OutputFile) -> bool:
         name = plain(file.path)
+        if name in self.altered:
+            return False
         if name in self.hub_files:
             return self.hub_files[name].holds(file.size, file.hub_hash)
         return name in self.sizes and self.sizes[name] in (file.size, None)
@@ -103,11 +124,12 @@ def list_output(
     head, everywhere = _head(writer.output_filename, rank)
     if folder.is_local():
         root = Path(folder.resolve_paths(""))
-        found: dict[str, int | None] = {}
-        for name, size in _scan(root, head, everywhere):
-            found[committed[name].path if name in committed else name] = size  # no second copy of a million names
-        found |= _look_at(root, [name for name in committed if name not in found])
-        return FoundFiles(found)
+        found = FoundFiles()
+        for name, status in _scan(root, head, everywhere):
+            found.note(name, status.st_size, local_stamp(status), committed.get(name))
+        for name, status in _look_at(root, [name for name in committed if name not in found.sizes]):
+            found.note(name, status.st_size, local_stamp(status), committed[name])
+        return found
     if (hub := HubFolder.of(folder)) is not None:
         try:
             with file_system_call():
@@ -116,11 +138,14 @@ def list_output(
                 listed = hub.below(base).files() if others else {}
                 files = {posixpath.join(base, name): file for name, file in listed.items()}
                 files |= hub.look_up([name for name in committed if name not in files])
-            return FoundFiles({name: file.size for name, file in files.items()}, hub_files=files)
+            found = FoundFiles(hub_files=files)
+            for name, file in files.items():
+                found.note(name, file.size, file.stamp, committed.get(name))
+            return found
         except OSError as error:
             if committed or private_if_made(writer) is None or not is_missing_repository(error):
                 raise
-            return FoundFiles({})  # a run makes it
+            return FoundFiles()  # a run makes it
     try:
         with file_system_call():
             folder.invalidate_cache()
@@ -128,14 +153,51 @@ def list_output(
             # Files that an earlier template named, or those with a number other than the first.
             if any(name not in remote and not name.startswith(head) for name in committed):
                 remote |= _find(folder, "", numbered=False)
-            return FoundFiles(remote)
+            return _noted(remote, committed)
     except PermissionError as error:
         logger.warning(
             f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
             "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
         )
         with file_system_call():
-            return FoundFiles(dict(_look_up(folder, committed)))
+            return _noted(dict(_look_up(folder, committed)), committed)
+
+
+def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
+    found = FoundFiles()
+    for name, info in infos.items():
+        found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
+    return found
+
+
+# What a file system calls a value that changes with a file, the surest first.
+_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
+
+
+def remote_stamp(info: Mapping[str, Any]) -> int:
+    """The stamp of a file, see ``OutputFile``, from what fsspec tells of it."""
+    return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
+
+
+def local_stamp(status: os.stat_result) -> int:
+    """The stamp of a file on a disk."""
+    return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
+
+
+def content_hash(folder: DataFolder, path: str) -> str:
+    """The xxh128 of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    hub = HubFolder.of(folder)
+    if hub is None or hub.is_bucket:
+        with folder.open(path, "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    content = xxhash.xxh3_128()
+    for block in hub.blocks(path, _BLOCK):
+        content.update(block)
+    return str(content.hexdigest())
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
@@ -150,7 +212,7 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
     return head, "/" in rest or bool(fields_of_documents(template))
 
 
-def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
+def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.stat_result]]:
     """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
 
     Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
@@ -178,26 +240,26 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, int]]:
                     waiting += [path] if everywhere and path != STAGING else []
                 elif entry.is_file():
                     with suppress(FileNotFoundError):  # removed meanwhile
-                        yield path, entry.stat().st_size
+                        yield path, entry.stat()
 
 
-def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
     """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
     for name in names:
         try:
-            yield name, (root / name).stat().st_size
+            yield name, (root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
 
 
-def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in names:
         # To whom may not list, S3 does not tell a missing file from a forbidden one.
         with suppress(FileNotFoundError, PermissionError):
-            yield plain(name), folder.info(name).get("size")
+            yield plain(name), folder.info(name)
 
 
-def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None]:
+def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Mapping[str, Any]]:
     base, start = posixpath.split(head)
     find = getattr(folder.fs, "_find", folder.fs.find)
     options = {}
@@ -207,7 +269,7 @@ def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, int | None
         listed = folder.find(base, detail=True, **options)
     except FileNotFoundError:
         return {}
-    return {path: info.get("size") for path, info in listed.items() if info["type"] != "directory"}
+    return {path: info for path, info in listed.items() if info["type"] != "directory"}
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
@@ -219,7 +281,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     if size is None:
         return "missing", "is missing"
     if size == file.size:
-        return "altered", "is altered: the hub lists another hash for it"
+        return "altered", "is altered: it has the committed size and another content"
     kind = "truncated" if size < file.size else "grown"
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
@@ -232,6 +294,17 @@ OTHER_JOB = (
 """What to do about another job that writes to the same folder."""
 
 
+def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
+    """The refusal to replace files that this rank has not published."""
+    is_are, it = ("is", "it") if len(names) == 1 else ("are", "them")
+    return OutputMismatch(
+        f"{where}: {_some(list(names[:_SHOWN]), len(names))} {is_are} there with other content, which this rank has "
+        "not published. Nothing was overwritten. Probably another job writes to the same folder with the same "
+        f"output_filename. {OTHER_JOB} If there is no other job (a file was copied there, or the checkpoint is older "
+        f"than the output), move {it} out of the folder, and run the same command again."
+    )
+
+
 def stray_advice(number: int) -> str:
     """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
     it, its = ("it", "Its") if number == 1 else ("them", "Their")
@@ -241,6 +314,7 @@ def stray_advice(number: int) -> str:
     )
 
 
+_MOVED = "The folder is empty: was it moved? Set output_folder to its new place, or move it back. "
 _SHOWN = 3
 _TO_DELETE = 20
 
@@ -304,7 +378,7 @@ class RankCommits:
             raise found.damage
         for commit in found.commits.values():
             for file in commit.files:
-                known = (plain(file.path), file.size, "", file.hub_hash)
+                known = (plain(file.path), file.size, "", file.hub_hash, file.stamp)
                 self.files.append(CommittedFile(*known, found.root, self.rank, commit.chunk_index))
         if not found.root:
             self.has_run, self.is_finished = bool(found.run), found.is_finished
@@ -316,6 +390,22 @@ class RankCommits:
         return set(self._read(self.folder / COMMITS))
 
 
+def published_names(root: Path, rank: int) -> set[str] | None:
+    """The names of all files that a rank and its retries may have published; None: a part of them is not known.
+
+    The commits are read after the intents, so the rank may be at work meanwhile.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+    """
+    folders = [rank_folder(one, rank) for one in (root, *retry_folders(root))]
+    intents = [Intents(folder) for folder in folders if folder.is_dir()]
+    if not all(one.is_kept for one in intents):
+        return None
+    committed = {plain(file.path) for file in RankCommits(root, rank).files}
+    return committed.union(*(one.names for one in intents))
+
+
 def committed_files(writer: DiskWriter, root: Path) -> int:
     """How many files in the writer's output folder the commits of all ranks name.
 
@@ -325,16 +415,15 @@ def committed_files(writer: DiskWriter, root: Path) -> int:
     Raises:
         CheckpointError: a checkpoint is damaged, or cannot be read.
     """
-    here = (writer.output_folder.resolve_paths(""), None)
-    recorded = cache(_recorded_folder)
-    commits = (RankCommits(root, rank) for rank in (rank_numbers(root) if root.is_dir() else ()))
-    return sum(recorded(rank_folder(root / one.root, one.rank)) in here for each in commits for one in each.files)
+    commits = [RankCommits(root, rank) for rank in (rank_numbers(root) if root.is_dir() else ())]
+    is_here = _recorded_folder(root, commits) in (writer.output_folder.resolve_paths(""), None)
+    return sum(len(each.files) for each in commits) if is_here else 0
 
 
-def _recorded_folder(folder: Path) -> str | None:
-    """The output folder that ``run.json`` in a rank's folder names."""
-    path = folder / RUN
-    return read_run(path).get("output_folder") if path.exists() else None
+def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
+    """The output folder of the last start."""
+    paths = (each.folder / RUN for each in ranks)
+    return recorded_output(root, (read_run(path) for path in paths if path.exists()))
 
 
 class OutputCheck:
@@ -342,12 +431,22 @@ class OutputCheck:
 
     Args:
         root: ``checkpoints_local_dir``.
+        mirror: ``checkpoints_remote_dir``.
+        run: see ``Homes``.
         logging_dir: the executor's, to be named in the command that repairs; None: no marker was written.
     """
 
-    def __init__(self, writer: DiskWriter, root: Path, logging_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        writer: DiskWriter,
+        root: Path,
+        mirror: str | None = None,
+        logging_dir: str | None = None,
+        run: str | None = None,
+    ) -> None:
         self.writer = writer
         self.root = root
+        self.owner = Ownership(writer.output_folder, writer.output_filename.template, Homes(root, mirror, run))
         self.where = str(writer.output_folder.resolve_paths(""))
         self._logging_dir = logging_dir
         self._template = writer.output_filename.template
@@ -373,16 +472,28 @@ class OutputCheck:
                 )
         return committed
 
-    def look(self, committed: Mapping[str, CommittedFile], rank: int | None = None, others: bool = True) -> FoundFiles:
+    def look(
+        self,
+        committed: Mapping[str, CommittedFile],
+        rank: int | None = None,
+        others: bool = True,
+        contents: bool = True,
+    ) -> FoundFiles:
         """Lists the output folder, see ``list_output``.
 
         Args:
             others: also look for files that no commit names.
+            contents: read the files that were touched.
 
         Raises:
-            OSError: it cannot be listed.
+            OutputMismatch: it belongs to another run.
+            OSError: it cannot be listed, or a touched file cannot be read.
         """
+        self.owner.check(self.is_unused)
         found = list_output(self.writer, committed, rank, others)
+        for name in found.touched if contents else ():
+            if self._committed_hash(committed[name]) != self._hash(name):
+                found.altered.add(name)
         inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
         for name in found.sizes:
             match = None if name in committed else self._any_writer.fullmatch(name)
@@ -390,6 +501,22 @@ class OutputCheck:
                 (root, number), _ = rank_and_chunk(match)
                 found.by_rank[number].append((root, name))
         return found
+
+    def is_unused(self) -> bool:
+        """Whether the folder holds no file that the template may have named."""
+        return not any(self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes)
+
+    def _hash(self, name: str) -> str:
+        try:
+            with file_system_call():
+                return content_hash(self.writer.output_folder, name)
+        except FileNotFoundError:
+            return ""
+
+    def _committed_hash(self, one: CommittedFile) -> str:
+        """From the commit's line: ``CommittedFile`` has no hash."""
+        commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
+        return next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
 
     # what is refused -------------------------------------------------------------------------------------------------
 
@@ -406,84 +533,63 @@ class OutputCheck:
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{_some(shown, len(wrong))}. Put them back, or have them made again: {self._repair(found)}, then run the "
-            f"same command again{_retry_note(wrong)}. Files of the right size were not read: datatrove-ckpt verify "
-            f"{shlex.quote(str(self.root))} --full does that."
+            f"{_some(shown, len(wrong))}. {'' if found.sizes else _MOVED}Put them back, or have them made "
+            f"again: {self._repair(found)}, then run the same command again{_retry_note(wrong)}. Files that nobody "
+            f"touched were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
-        """Raises if the file's checkpoint names another output folder, which exists: nothing is lost then."""
-        folder = rank_folder(self.root / one.root, one.rank)
-        recorded = _recorded_folder(folder)
-        if recorded and stands_elsewhere(str(recorded), self.writer.output_folder):
+        """Raises if the output was in another folder before, which exists: nothing is lost then."""
+        recorded = _recorded_folder(self.root, [RankCommits(self.root, one.rank)])
+        if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
-                f"{self.where} lacks output files that were committed, but {one.place} was written to {recorded}, as "
-                f"{folder / RUN} says, and that folder still exists. Set output_folder back to it. To change it, copy "
-                f"all files to the new folder first, then: datatrove-ckpt relocate {shlex.quote(str(self.root))} "
-                f"--output {shlex.quote(self.where)}."
+                f"{self.where} lacks output files that were committed, such as {one.path} ({one.place}). They were "
+                f"written to {recorded}, and that folder still exists. Nothing was changed. Set output_folder back to "
+                "it; or copy all its files to the new folder, and run the same command again."
             )
 
-    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "", started: bool = False) -> None:
+    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
         """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.
 
         Args:
             root: the folder of the retry; "": the rank itself.
-            started: it has started before, and written no file.
 
         Raises:
             OutputMismatch: naming some of them, and the ways out.
         """
         names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
-        state = "has written no file yet" if started else "is a new checkpoint, which knows none of them"
         if names:
             raise OutputMismatch(
                 f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have "
                 f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
-                f"{rank_folder(self.root / root, commits.rank)} {state}. Another "
+                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
                 "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
-                "back, or delete these files to have everything made again. A run of datatrove's own continues with "
-                f"{migrate_command('ITS_CHECKPOINTS')}."
+                "back, or delete these files to have everything made again. To continue a run of datatrove's own, "
+                "choose other folders, and set finished_from to the old ones."
             )
 
-    def refuse_strangers(self, commits: RankCommits, found: FoundFiles, published: bool = True, root: str = "") -> None:
-        """Refuses to go on with a rank while files are there that another run wrote.
-
-        A file with a name that this run gives may be its own: one of a chunk whose commit or journal is lost. It is
-        written again. One that only datatrove's own runner names so would stand beside the new one for ever.
+    def refuse_strangers(self, commits: RankCommits, found: FoundFiles, intended: Container[str] | None = None) -> None:
+        """Refuses to resume a rank while files are there that another run wrote.
 
         Args:
-            published: the rank may have published files that no commit names. If not, every such file is a stranger's.
-            root: the folder of the retry; "": the rank itself.
+            intended: the names that the rank was about to publish; None: every name that this run gives.
 
         Raises:
             OutputMismatch: naming some of them, and the ways out.
         """
-        if not published:
-            self.refuse_existing(commits, found, root, started=True)
-        names = sorted(name for _, name in found.by_rank[commits.rank] if not self._ours.fullmatch(name))
+        names = sorted(name for _, name in found.by_rank[commits.rank] if not self._is_own(name, intended))
         which = f"no commit of rank {commits.rank} names"
         if not self._is_certain:
             self._refuse(names, which, certain=False)
         elif names:
             raise OutputMismatch(
-                f"{self._what(names, which, _TO_DELETE)} Such names are given by datatrove's own InferenceRunner, not "
-                f"by this run, which would write the same documents beside them. {stray_advice(len(names))}, and run "
-                "the same command again. If `datatrove-ckpt migrate` was interrupted, run that again instead."
+                f"{self._what(names, which, _TO_DELETE)} Another run wrote them, or datatrove's own InferenceRunner; "
+                f"this run has not published them. {stray_advice(len(names))}, and run the same command again."
             )
 
-    def refuse_others(self, names: list[str]) -> None:
-        """Refuses to overwrite files that another job has written since this one found the folder without them.
-
-        Raises:
-            OutputMismatch: naming some of them, and the ways out.
-        """
-        if names:
-            raise OutputMismatch(
-                f"{self.where}: {_some(names[:_SHOWN], len(names))} {'is' if len(names) == 1 else 'are'} there with "
-                "other content, which this rank has not written: another job writes to the same folder with the same "
-                f"output_filename {self._template!r}. Nothing was overwritten. {OTHER_JOB}"
-            )
+    def _is_own(self, name: str, intended: Container[str] | None) -> bool:
+        return self._ours.fullmatch(name) is not None if intended is None else name in intended
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
         """Refuses to call a rank complete while files of its template are there that no commit names.

@@ -38,6 +38,7 @@ TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
 _VECTOR_BYTES = b'"$py":["array",["<f4",['
+_MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
@@ -52,15 +53,19 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's result, with what a plain answer has beside it. That is written with ``write_response_ids`` only: the
-    id differs in each run.
-    """
+    """datatrove's result, with what a plain answer has beside it. That is not written: the id differs in each run."""
 
+    __slots__ = ("model", "response_id")  # they are not among its ``vars``
+    __dataclass_fields__ = InferenceResult.__dataclass_fields__  # orjson looks for it in the class itself
     tool_calls: Sequence[JsonObject] = ()
     logprobs: JsonObject | None = None
     choices: Sequence[JsonObject] = ()
     answer: JsonObject | None = None
-    response_id = model = ""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, InferenceResult):
+            return NotImplemented
+        return _fields(self) == _fields(other)
 
 
 @dataclasses.dataclass
@@ -79,26 +84,7 @@ class PathResult(Result):
     answer: JsonObject = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class NamedResult(Result):
-    """An answer with ``write_response_ids``."""
-
-    response_id: str = ""
-    model: str = ""
-
-
-@dataclasses.dataclass
-class NamedWholeResult(NamedResult, WholeResult):
-    pass
-
-
-@dataclasses.dataclass
-class NamedPathResult(NamedResult, PathResult):
-    pass
-
-
-_NAMED = {Result: NamedResult, InferenceResult: NamedResult, WholeResult: NamedWholeResult, PathResult: NamedPathResult}
-RESULTS = frozenset({*_NAMED, *_NAMED.values()})
+RESULTS = frozenset({Result, InferenceResult, WholeResult, PathResult})
 for _kind in RESULTS:
     _kind.__name__ = "InferenceResult"  # in messages about their attributes
 
@@ -110,7 +96,7 @@ def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult
         TypeError: they are those of something else.
     """
     kind = WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain
-    return (_NAMED[kind] if "response_id" in fields else kind)(**fields)
+    return kind(**fields)
 
 
 Other: TypeAlias = Callable[[object], object]
@@ -158,7 +144,7 @@ def encode_finished(document: Document, key: str) -> bytes:
             data, at = orjson.dumps(fields, option=_OPTIONS), len(text)
         except TypeError:  # orjson's, too
             return encode(document)
-        if data.find(_TAG_BYTES, at) < 0 and (data.find(b"null", at) < 0 or not _has_nan(metadata)):
+        if data.find(_TAG_BYTES, at) < 0 and (data.find(b"null", at) < 0 or not has_nan(metadata)):
             return trim(data)
     return encode(document)
 
@@ -179,7 +165,7 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
         at = _after_text(fields["text"])
-        if data.count(_TAG_BYTES, at) == encoder.wrapped and (data.find(b"null", at) < 0 or not _has_nan(fields)):
+        if data.count(_TAG_BYTES, at) == encoder.wrapped and (data.find(b"null", at) < 0 or not has_nan(fields)):
             return trim(data)
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
@@ -221,7 +207,7 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
     return at < 0
 
 
-def _has_nan(value: object) -> bool:
+def has_nan(value: object) -> bool:
     """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
     if type(value) is not dict and type(value) is not list:
         value = value if type(value) in RESULTS else as_plain(value)
@@ -231,13 +217,13 @@ def _has_nan(value: object) -> bool:
             return value - value != 0
     if isinstance(value, dict):
         value = value.values()
-    elif not isinstance(value, list | tuple | set | frozenset):
+    elif not isinstance(value, _MANY):
         return False
     for item in value:
         if type(item) is float:
             if item - item != 0:
                 return True
-        elif type(item) not in _NEVER_NAN and _has_nan(item):
+        elif type(item) not in _NEVER_NAN and has_nan(item):
             return True
     return False
 

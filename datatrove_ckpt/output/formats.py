@@ -1,4 +1,4 @@
-"""The formats of output files that can be read again: ``verify --full`` counts their rows, ``migrate`` compares them.
+"""The formats of output files that can be read again: ``verify --full`` counts rows, ``finished_from`` copies them.
 
 A writer of yours needs no format here: its files are written, published and compared by their hashes all the same.
 """
@@ -9,6 +9,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator
 from typing import IO, Any, ClassVar, TypeAlias
 
+import numpy as np
 import orjson
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -40,11 +41,11 @@ class Format:
         """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
         raise NotImplementedError
 
-    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
-        """Each row with its line, of which ``migrate`` makes the document; None for a line that is torn.
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
+        """Yields each row with its line; None for a torn line. The line is empty if the format has no lines.
 
         Args:
-            columns: no others are needed. The line is empty if the format has none, or a row is not the whole line.
+            columns: no others are needed; None: all but media are.
         """
         raise NotImplementedError
 
@@ -56,7 +57,7 @@ class Jsonl(Format):
     def count(self, file: IO[bytes]) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
-    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
         # zstandard's stream gives blocks only. Others are left as they are: they give all lines before some damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
@@ -86,22 +87,41 @@ class Parquet(Format):
 
         return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
 
-    def rows(self, file: IO[bytes], columns: Collection[str]) -> Iterator[tuple[Row | None, bytes]]:
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(file) as parquet:
             names = parquet.schema_arrow.names
-            wanted = [name for name in names if name in columns] or names[:1]  # without any, there would be no rows
+            if columns is None:
+                wanted = [name for name in names if name != "media"]
+            else:
+                wanted = [name for name in names if name in columns] or names[:1]  # without any, there are no rows
+            has_float32 = columns is None and "float" in str(parquet.schema_arrow)
             for batch in parquet.iter_batches(1000, columns=wanted):
-                yield from ((row, b"") for row in batch.to_pylist())
+                kind = pyarrow.struct(list(batch.schema)) if has_float32 else None
+                for row in batch.to_pylist():
+                    yield (row if kind is None else _with_float32(row, kind)), b""
+
+
+def _with_float32(value: Any, kind: Any) -> Any:
+    """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {field.name: _with_float32(value[field.name], field.type) for field in kind}
+    if types.is_float32(kind):
+        return np.float32(value)
+    if not types.is_list(kind):
+        return value
+    if types.is_float32(kind.value_type):
+        return np.asarray(value, np.float32)
+    return [_with_float32(item, kind.value_type) for item in value]
 
 
 PARQUET = Parquet()
 FORMATS: tuple[Format, ...] = (Jsonl(), PARQUET)
-
-
-def format_of(writer: DiskWriter) -> Format | None:
-    return next((one for one in FORMATS if one.is_written_by(writer)), None)
 
 
 def is_known(writer: str) -> bool:

@@ -24,6 +24,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
@@ -56,11 +57,13 @@ class HubFile:
         oid: SHA-256 of the content of a file that is kept in LFS or Xet, in hexadecimal; None for a small file that git
             keeps, and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
+        stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else 0.
     """
 
     size: int
     oid: str | None = None
     blob: str | None = None
+    stamp: int = 0
 
     @property
     def hash(self) -> str:
@@ -296,7 +299,9 @@ def _date(header: str | None) -> datetime:
 
 def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
     lfs = getattr(entry, "lfs", None)
-    return HubFile(int(entry.size), lfs.sha256 if lfs is not None else None, getattr(entry, "blob_id", None))
+    if not hasattr(entry, "blob_id"):  # in a bucket
+        return HubFile(int(entry.size), stamp=stamp_of(getattr(entry, "xet_hash", None) or ""))
+    return HubFile(int(entry.size), lfs.sha256 if lfs is not None else None, entry.blob_id)
 
 
 # May a job write to its folder on the hub? Asked before anything is paid for, without leaving a trace.

@@ -22,7 +22,7 @@ import copy
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -35,9 +35,9 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
-from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import duration, plural, ranges
-from datatrove_ckpt.output.committed import OTHER_JOB, FoundFiles
+from datatrove_ckpt.output.committed import FoundFiles, other_content
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
 from datatrove_ckpt.output.names import plain
@@ -80,6 +80,8 @@ class UploadedFile:
         self._operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = operation.upload_info.size if self._is_regular else 0
+        self.earlier: Collection[str] = ()
+        """The hashes of content that the rank may have published under this name before."""
         self.is_ignored = bool(getattr(operation, "_should_ignore", False))
         """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
 
@@ -92,6 +94,10 @@ class UploadedFile:
         if found is None or found.size != self._operation.upload_info.size:
             return False
         return (found.blob if self._is_regular else found.oid) == self.content_hash
+
+    def may_replace(self, found: HubFile) -> bool:
+        """Whether the file that the hub has is this one, or one that the rank has published before."""
+        return self.is_there(found) or found.hash in self.earlier
 
     @cached_property
     def content_hash(self) -> str:
@@ -108,8 +114,6 @@ class HubUploads:
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
-        self.may_replace = False
-        """Whether a file of a rank that is there with other content is the rank's own, too: see ``Target``."""
         self.check_owner: Callable[[], None] = lambda: None
         """See ``Target``."""
         self._calls = calls
@@ -131,10 +135,6 @@ class HubUploads:
         if not files:
             return []
         send = self._put_in_bucket if self.folder.is_bucket else self._preupload
-        if self.folder.is_bucket:  # it lists no hashes
-            look_up = partial(self.folder.look_up, list(files))
-            found = self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
-            self._refuse(name for name, file in found.items() if file.size != files[name].stat().st_size)
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
         what = f"{_some(list(files))} could not be uploaded"
         uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
@@ -163,6 +163,16 @@ class HubUploads:
         )
         return []
 
+    def there(self, names: Sequence[str]) -> dict[str, HubFile]:
+        """Those of the files that exist. Waits for a hub that does not answer.
+
+        Raises:
+            OutputFailed: the hub refuses.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        look_up = partial(self.folder.look_up, names)
+        return self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
+
     def history(self) -> History:
         """The branch's newest commit, and the commits of the last hour.
 
@@ -184,8 +194,8 @@ class HubUploads:
 
         Returns how many commits had been seen before.
 
-        The files of another job may have appeared since the rank's start. A chunk that is written again has the same
-        bytes, so other content is never this rank's, unless it came from a mirror.
+        The files of another job may have appeared since the rank's start: only content that this rank may have
+        published is replaced.
 
         Args:
             head: the branch's newest commit. If there is a newer one, the hub refuses (412).
@@ -197,23 +207,14 @@ class HubUploads:
         """
         folder = self.folder
         found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
-        self._refuse(file.name for file in files if file.name in found and not file.is_there(found[file.name]))
+        others = [file.name for file in files if file.name in found and not file.may_replace(found[file.name])]
+        if others:
+            raise other_content(folder.url, others)
         operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
         self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
-
-    def _refuse(self, names: Iterable[str]) -> None:
-        if (found := list(names)) and not self.may_replace:
-            is_are, it = ("is", "it") if len(found) == 1 else ("are", "them")
-            raise OutputMismatch(
-                f"{self.folder.url}: {_some(found)} {is_are} there with other content, of which this rank knows no "
-                "commit. Nothing was overwritten. Probably another job writes to the same folder with the same "
-                f"output_filename. {OTHER_JOB} If there is no other job, this rank committed {it} itself, and lost the "
-                "chunk's journal before it could note that (a crash of the machine, a damaged disk), so the documents "
-                f"were generated again: delete {it} from the folder, and run the same command again."
-            )
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
         """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""

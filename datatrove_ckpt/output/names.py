@@ -21,13 +21,15 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.errors import InvalidFileName
 from datatrove_ckpt.formatting import safe_repr
 
-STAGING = ".datatrove-ckpt-staging"
-"""The hidden folder below a local output folder, and the prefix of probes below a remote one."""
+STAGING = layout.OUTPUT_STAGING
 
 _OURS = frozenset({"rank", "chunk_index", "id"})
 _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
 _MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+
+_ENDING = r"\.(?:jsonl?|ndjson|parquet|arrow|csv|tsv|txt|warc|gz|gzip|zst|zstd|bz2|xz|lz4|snappy)"
+_ENDINGS = re.compile(f"(?:{_ENDING})+$")
 
 _RANK = r"\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
@@ -170,7 +172,7 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
     """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000.
 
     Args:
-        any_writer: also names that datatrove's own InferenceRunner gives.
+        any_writer: also names that datatrove's own InferenceRunner gives, and those with other endings.
         rank: digits of the only rank to recognise; every rank if it is not given.
     """
     chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
@@ -186,16 +188,22 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
         seen.add(name)
         return f"(?P<{name}>{numbers[name]})"
 
-    folder, slash, name = plain(template).rpartition("/")
+    folder, slash, name = (stem(template) if any_writer else plain(template)).rpartition("/")
     marked = Template(f"{folder}{slash}\0\0{name}")
     fields = {field: f"\0{field}\0" for field in marked.get_identifiers()}
-    return re.compile(re.sub("\0(.*?)\0", expression, re.escape(marked.safe_substitute(fields))), re.DOTALL)
+    expressions = re.sub("\0(.*?)\0", expression, re.escape(marked.safe_substitute(fields)))
+    return re.compile(expressions + f"(?:{_ENDING})*" if any_writer else expressions, re.DOTALL)
+
+
+def stem(template: str) -> str:
+    """The template without the endings of formats and compressions. Writers may add such an ending, or leave it out."""
+    return _ENDINGS.sub("", plain(template))
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
     """The rank's key (folder of the retry or "", and rank) and the chunk index in a name that matched a pattern."""
     names = match.groupdict()
-    retry, _, index = names["chunk_index"].rpartition("_")
+    retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
     return (root, int(names.get("rank") or 0)), int(index)
 

@@ -20,12 +20,16 @@ stores it cannot.
 
 from __future__ import annotations
 
-import filecmp
+import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,23 +39,41 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.output.committed import FoundFiles, RankCommits
+from datatrove_ckpt.output.committed import (
+    FoundFiles,
+    RankCommits,
+    content_hash,
+    local_stamp,
+    other_content,
+    remote_stamp,
+)
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, remove_files
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import RetryPolicy, failure_line, file_system_call, http_status, lacks_credentials, s3_code
+from datatrove_ckpt.retrying import (
+    RetryPolicy,
+    failure_line,
+    file_system_call,
+    http_status,
+    is_taken,
+    lacks_credentials,
+    s3_code,
+)
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
 send that much again after each reset, and hold ten parts of that size in memory."""
 
 _MAX_PARTS = 10_000  # S3's limit
+_BLOCK = 1 << 20
 
 T = TypeVar("T")
 
@@ -60,94 +82,186 @@ S3Response: TypeAlias = dict[str, Any]
 
 
 class Target:
-    """Where a rank's files are published. ``staging`` is the folder in which they are written first."""
+    """Where a rank's files are published. ``staging`` is the folder in which they are written first.
 
-    def __init__(self, staging_root: Path) -> None:
+    Nothing is written over: a file that is there is replaced only if the rank's intents name its content.
+    """
+
+    def __init__(self, folder: DataFolder, staging_root: Path) -> None:
+        self._folder = folder
         # A folder for each process: one that lost its rank to another must not touch what that one stages.
         self.staging = staging_root / secrets.token_hex(4)
-        self.is_first = False
-        """Nothing was published by earlier attempts: a file that is there, with other content, is another job's."""
-        self.may_replace = False
-        """The rank came from a mirror: a file that no commit names may be its own, made later, of other answers."""
         self.check_owner: Callable[[], None] = lambda: None
         """Called before a further attempt to upload. Raises Fenced: another process has taken the rank over."""
         self.placement = Placement()
         """Puts what was published in place."""
 
-    def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
+    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
         """Publishes a chunk's files: they appear under their names, or will when ``placement`` puts them in place.
 
-        Returns the hub's hashes of them, by name; elsewhere none.
-
-        Args:
-            staging: the folder of the chunk's staged files, which is removed once nobody needs them.
-            staged: paths of the staged files, by their names in the folder.
+        All of them appear, or none: where a file is refused, the files before it are removed again.
 
         Raises:
-            FileExistsError: another job has just put a file there, and ``is_first``.
+            OutputMismatch: a file is there with content that this rank has not published.
+            OutputFailed, StorageFailed: a file cannot be published.
         """
+        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+        created = []
+        for name, file in chunk.files.items():
+            if self._create(file.path, name):
+                created.append(name)
+                continue
+            there = self._hash(name)
+            if there != file.hexdigest() and there not in intents.hashes(name):
+                for one in created:
+                    remove_file(self._folder, one)
+                raise other_content(self._folder.resolve_paths(""), [name])
+            if there != file.hexdigest():
+                self._replace(file.path, name)
+        self._settle_names(chunk.files)
+        published = [
+            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name)) for name, file in chunk.files.items()
+        ]
+        files.disk.remove_tree(chunk.staging)
+        return published
+
+    def _create(self, staged: Path, name: str) -> bool:
+        """Publishes one file, unless there is a file of its name. Returns whether it did."""
         raise NotImplementedError
+
+    def _replace(self, staged: Path, name: str) -> None:
+        """Publishes one file in place of the file that is there."""
+        raise NotImplementedError
+
+    def _settle_names(self, names: Iterable[str]) -> None:
+        """Returns when the names of published files survive a power loss."""
+
+    def _hash(self, name: str) -> str:
+        """The xxh128 of the file that is there."""
+        raise NotImplementedError
+
+    def _stamp(self, name: str) -> int:
+        """See ``OutputFile``."""
+        raise NotImplementedError
+
+    def hash_of(self, name: str) -> str:
+        """The hash by which intents name the content that is there now."""
+        return self._hash(name)
 
     def prepare(self) -> None:
         """Called before the files that earlier processes staged are removed."""
 
+    def finish(self) -> None:
+        """Called when everything is published."""
+
     def stop(self) -> None:
         """Ends the wait in ``publish``."""
 
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        """Calls what lists the folder.
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        """Calls what looks at the folder. ``what`` starts the messages.
 
         Raises:
-            StorageFailed, OutputFailed: it cannot be listed.
+            StorageFailed, OutputFailed: it cannot be read.
         """
         raise NotImplementedError
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """Corrects a listing that may show an earlier state of the folder."""
 
-    def others_files(self, staged: Mapping[str, Path]) -> list[str]:
-        """The names of those files that another job has put there meanwhile, as far as that is known."""
-        return []
+
+@dataclass(frozen=True)
+class StagedChunk:
+    """A chunk whose files are complete on the local disk.
+
+    Attributes:
+        index: the chunk's.
+        staging: the folder of the files, which is removed once they are published.
+        files: by their names in the output folder.
+    """
+
+    index: int
+    staging: Path
+    files: Mapping[str, files.HashedFile]
 
 
 class LocalTarget(Target):
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder / STAGING / name)
-        self._folder = folder
+    """A folder on a disk. A published file is a second name of the staged one: two jobs cannot both give it.
 
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        with explained("list", self._folder):
+    Files are staged in the checkpoint's folder, where no reader of the output looks. If that is on another file system,
+    a copy beside the published files takes the staged file's part.
+    """
+
+    def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
+        super().__init__(folder, scratch / layout.STAGING)
+        self._root = Path(folder.resolve_paths("")).absolute()
+        self._beside = self._root / STAGING / name
+
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        with explained("read", self._root):
             return call()
 
-    def others_files(self, staged: Mapping[str, Path]) -> list[str]:
-        # Later attempts may find what an earlier one has renamed and not committed.
-        return [name for name, path in staged.items() if self.is_first and not self._may_rename(path, name)]
-
-    def _may_rename(self, staged: Path, name: str) -> bool:
-        final = self._folder / name
-        with explained("read", final):
-            return not final.exists() or filecmp.cmp(staged, final, shallow=False)
-
-    def _claim(self, staged: Path, name: str) -> None:
-        """Of two jobs that found the folder without the file, one alone can link it. Raises FileExistsError."""
+    def _create(self, staged: Path, name: str) -> bool:
+        final = self._root / name
+        files.disk.make_dirs(final.parent)
+        self._take_group(staged, final.parent)
         try:
-            os.link(staged, self._folder / name)
-        except FileExistsError:
-            if not self._may_rename(staged, name):
+            return files.disk.put_new(staged, final)
+        except StorageFailed as error:
+            if not _is_elsewhere(error):
                 raise
-        except OSError:
-            pass  # a file system without hard links, or an error that renaming has, too
+        return not final.exists() and files.disk.put_new(self._copied(staged), final)
 
-    def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
-        for name, path in staged.items():
-            files.disk.make_dirs((self._folder / name).parent)
-            if self.is_first:
-                self._claim(path, name)
-            files.disk.rename(path, self._folder / name)
-        for folder in dict.fromkeys((self._folder / name).parent for name in staged):  # names survive a power loss
+    def _replace(self, staged: Path, name: str) -> None:
+        try:
+            files.disk.rename(staged, self._root / name)
+        except StorageFailed as error:
+            if not _is_elsewhere(error):
+                raise
+            files.disk.rename(self._copied(staged), self._root / name)
+
+    def _copied(self, staged: Path) -> Path:
+        copied = self._beside / secrets.token_hex(4)
+        files.disk.make_dirs(self._beside, files.PRIVATE_FOLDER)
+        with staged.open("rb") as file:
+            files.disk.write_new(copied, iter(partial(file.read, _BLOCK), b""), files.PUBLIC_FILE)
+        self._take_group(copied, self._root)
+        return copied
+
+    def _take_group(self, path: Path, folder: Path) -> None:
+        """A folder of a project may give its group to the files that are made in it."""
+        status = folder.stat()
+        if status.st_mode & stat.S_ISGID:
+            with suppress(OSError):
+                os.chown(path, -1, status.st_gid)
+
+    def _settle_names(self, names: Iterable[str]) -> None:
+        _sync_parents(self._root, names)
+
+    def _hash(self, name: str) -> str:
+        with explained("read", self._root / name):
+            return content_hash(self._folder, name)
+
+    def _stamp(self, name: str) -> int:
+        with explained("look at", self._root / name):
+            return local_stamp((self._root / name).stat())
+
+    def prepare(self) -> None:
+        files.disk.remove_tree(self._beside)
+        files.disk.remove_dir(self._beside.parent)
+
+    finish = prepare
+
+
+def _sync_parents(root: Path, names: Iterable[str]) -> None:
+    """Returns when the names below a folder, and that they are gone, survive a power loss."""
+    for folder in {(root / name).parent for name in names}:
+        if folder.is_dir():
             files.disk.sync_dir(folder)
-        files.disk.remove_tree(staging)
-        return {}
+
+
+def _is_elsewhere(error: StorageFailed) -> bool:
+    """Whether a file cannot get a name in another folder because that is on another file system."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(Target):
@@ -158,42 +272,77 @@ class RemoteTarget(Target):
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, policy: RetryPolicy | None = None) -> None:
-        super().__init__(scratch / layout.STAGING)
-        self._folder = folder
+        super().__init__(folder, scratch / layout.STAGING)
         self._url = folder.resolve_paths("")
         self._calls = StoppableCalls()
         self._policy = policy or retrying.STORAGE
+        self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        return self._retry(f"{self._url} cannot be listed", call)
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        return self._retry(f"{self._url} {what}", call)
 
-    def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
-        for name, path in staged.items():
-            self.upload(path, name)
-        files.disk.remove_tree(staging)
-        return {}
+    def _create(self, staged: Path, name: str) -> bool:
+        there = self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name))
+        if there:
+            return False
+        if self._creates_once:
+            return self.upload(staged, name, mode="create")
+        return self.upload(staged, name)
 
-    def upload(self, local: Path, name: str) -> None:
-        """Returns when the remote file exists and has the local one's size.
+    def _exists(self, name: str) -> bool:
+        try:
+            self._info(name)
+        except (FileNotFoundError, PermissionError):  # to whom may not list, S3 does not tell a missing file
+            return False
+        return True
+
+    def _replace(self, staged: Path, name: str) -> None:
+        self.upload(staged, name)
+
+    def upload(self, local: Path, name: str, **options: Any) -> bool:
+        """Uploads a file. Returns False if there is a file of its name, and the options say not to replace it.
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote one has another size.
             Stopping: ``stop`` was called meanwhile.
         """
         size, remote = local.stat().st_size, self._folder.resolve_paths(name)
-        remote_size = self._retry(f"{remote} could not be uploaded", lambda: self._put(local, name), self._pause)
-        if remote_size != size:
+        put = partial(self._put, local, name, **options)
+        if not self._retry(f"{remote} could not be uploaded", put, self._pause):
+            return False
+        remote_size = self._retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
+        if int(remote_size) != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
                 "find out who else writes there, and run the same command again."
             )
+        return True
 
-    def _put(self, local: Path, name: str) -> int:
-        """Uploads a file. Returns the size of the remote file afterwards, in bytes."""
+    def _put(self, local: Path, name: str, **options: Any) -> bool:
+        """Uploads a file. Returns whether it did; with the mode "create", an existing file stays."""
         self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
-        self._folder.put_file(str(local), name)
+        try:
+            self._folder.put_file(str(local), name, **options)
+        except OSError as error:
+            if is_taken(error):
+                return False
+            if http_status(error) != HTTPStatus.NOT_IMPLEMENTED or not options.pop("mode", None):
+                raise
+            self._creates_once = False  # a store that knows no conditions
+            return self._put(local, name, **options)
+        return True
+
+    def _info(self, name: str) -> Mapping[str, Any]:
         self._folder.invalidate_cache(name)
-        return int(self._folder.info(name)["size"])
+        info: Mapping[str, Any] = self._folder.info(name)
+        return info
+
+    def _hash(self, name: str) -> str:
+        what = f"{self._folder.resolve_paths(name)} cannot be read"
+        return self._retry(what, partial(content_hash, self._folder, name))
+
+    def _stamp(self, name: str) -> int:
+        return remote_stamp(self._retry(f"{name} could not be looked up", partial(self._info, name)))
 
     def stop(self) -> None:
         self._calls.stop()
@@ -240,15 +389,16 @@ class S3Target(RemoteTarget):
             found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
-    def upload(self, local: Path, name: str) -> None:
-        super().upload(local, name)
+    def upload(self, local: Path, name: str, **options: Any) -> bool:
+        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
+        is_uploaded = super().upload(local, name, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+        return is_uploaded
 
-    def _put(self, local: Path, name: str) -> int:
-        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
-        self._folder.put_file(str(local), name, chunksize=part)
-        return int(self._call("head_object", name)["ContentLength"])  # ``info`` may answer from a cached listing
+    def _info(self, name: str) -> Mapping[str, Any]:
+        head = self._call("head_object", name)  # ``info`` may answer from a cached listing
+        return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
         with self._warn_if_forbidden():
@@ -316,24 +466,53 @@ class HubTarget(Target):
         pace: when uploaded files are committed.
     """
 
-    def __init__(self, folder: HubFolder, scratch: Path, rank: int, pace: CommitPace) -> None:
-        super().__init__(scratch / layout.STAGING)
+    def __init__(self, folder: DataFolder, hub: HubFolder, scratch: Path, rank: int, pace: CommitPace) -> None:
+        super().__init__(folder, scratch / layout.STAGING)
         self._calls = StoppableCalls()
-        self._uploads = HubUploads(folder, self._calls)
+        self._uploads = HubUploads(hub, self._calls)
         self.placement = self._commits = HubCommits(self._uploads, pace, rank, self._calls)
 
     def prepare(self) -> None:
         no_bars_in_logs()
-        self._uploads.may_replace, self._uploads.check_owner = self.may_replace, self.check_owner
+        self._uploads.check_owner = self.check_owner
 
-    def call_to_list(self, call: Callable[[], FoundFiles]) -> FoundFiles:
-        return self._uploads.looked("cannot be listed", call)
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        return self._uploads.looked(what, call)
 
-    def publish(self, chunk_index: int, staging: Path, staged: Mapping[str, Path]) -> dict[str, str]:
-        uploaded = self._uploads.upload(staged)
+    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
+        """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
+        paths = {name: file.path for name, file in chunk.files.items()}
+        if self._uploads.folder.is_bucket:
+            return self._publish_in_bucket(chunk, intents, paths)
+        uploaded = self._uploads.upload(paths)
         hashes = {file.name: file.content_hash for file in uploaded}
-        self._commits.uploaded(chunk_index, uploaded, partial(files.disk.remove_tree, staging))
-        return hashes
+        intents.add(hashes)
+        for file in uploaded:
+            file.earlier = intents.hashes(file.name)
+        self._commits.uploaded(chunk.index, uploaded, partial(files.disk.remove_tree, chunk.staging))
+        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in chunk.files.items()]
+
+    def _publish_in_bucket(self, chunk: StagedChunk, intents: Intents, paths: Mapping[str, Path]) -> list[OutputFile]:
+        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+        there = self._uploads.there(list(paths))
+        if others := [name for name in there if self._hash(name) not in intents.hashes(name)]:
+            raise other_content(self._folder.resolve_paths(""), others)
+        self._uploads.upload(paths)
+        stamps = {name: file.stamp for name, file in self._uploads.there(list(paths)).items()}
+        self._commits.uploaded(chunk.index, [], partial(files.disk.remove_tree, chunk.staging))
+        return [
+            OutputFile(name, file.size, file.hexdigest(), stamp=stamps.get(name, 0))
+            for name, file in chunk.files.items()
+        ]
+
+    def _hash(self, name: str) -> str:
+        return self._uploads.looked(f"{name} cannot be read", partial(content_hash, self._folder, name))
+
+    def hash_of(self, name: str) -> str:
+        if self._uploads.folder.is_bucket:
+            return self._hash(name)
+        found = self._uploads.there([name])
+        return found[name].hash if name in found else ""
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
@@ -366,9 +545,9 @@ def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) 
     # Another run may write other files into the same folder. It must not remove what this one stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if folder.is_local():
-        return LocalTarget(Path(folder.resolve_paths("")).absolute(), f"{rank:05d}-{run}")
+        return LocalTarget(folder, scratch, f"{rank:05d}-{run}")
     if (hub := HubFolder.of(folder)) is not None:
-        return HubTarget(hub, scratch, rank, pace)
+        return HubTarget(folder, hub, scratch, rank, pace)
     if hasattr(folder.fs, "call_s3"):
         return S3Target(folder, scratch, f"{STAGING}/probe-{run}")
     return RemoteTarget(folder, scratch)
@@ -404,6 +583,8 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
         return
     for name in names:
         remove_file(folder, name)
+    if folder.is_local():
+        _sync_parents(Path(folder.resolve_paths("")), names)
 
 
 def remove_file(folder: DataFolder, name: str) -> None:

@@ -20,11 +20,17 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import Change, refusal, refuse_half_forked, way_back
-from datatrove_ckpt.checkpoint.job import JobChanges, JobLedger, compare_job, name_tasks, retired_ranks
+from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
+from datatrove_ckpt.checkpoint.job import (
+    JobChanges,
+    JobLedger,
+    compare_job,
+    name_tasks,
+    note_output,
+    retired_ranks,
+)
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
-    NOTHING_PUBLISHED,
     RUN,
     is_finished,
     rank_folder,
@@ -42,7 +48,14 @@ from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
 from datatrove_ckpt.mirror.restore import restore_rank
-from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import (
+    CommittedFile,
+    FoundFiles,
+    OutputCheck,
+    RankCommits,
+    committed_files,
+    published_names,
+)
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.hub import (
     HubFolder,
@@ -180,7 +193,6 @@ def _check_tasks(plan: RunPlan) -> None:
 
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
-    refuse_half_forked(root)
     refuse_half_resharded(root)
     skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -330,6 +342,9 @@ def check_before_run(executor: PipelineExecutor) -> None:
         check_inputs_unchanged(plan)
         _check_hub(plan)
         check_output(plan, before=True)
+    for runner in plan.runners:
+        if runner.root is not None:
+            note_output(runner.root, runner.step.output_writer.output_folder.resolve_paths(""))
     note_steps(plan)
     for step, root in plan.kept:
         if step.checkpoints_remote_dir is not None and root.is_dir():
@@ -426,7 +441,7 @@ def _check_inputs(plan: RunPlan) -> None:
             raise ConfigError(f"{place} is not a folder.")
         if not hasattr(step, "glob_pattern"):  # it reads the media that documents name
             continue
-        names = folder.list_files(recursive=step.recursive, glob_pattern=step.glob_pattern)
+        names = list_input(step).names
         if not names:
             pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""
             raise ConfigError(f"{place} contains no files{pattern}.")
@@ -503,8 +518,8 @@ def check_output(
     for runner in plan.runners:
         if (root := runner.root) is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
-            mirror = runner.step.checkpoints_remote_dir if plan.as_jobs else None
-            here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
+            mirror = runner.step.checkpoints_remote_dir
+            here = plan.as_jobs or (plan.is_local and mirror is None)
             ranks = plan.local_ranks if before and here else ()
             want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
             output = plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
@@ -534,7 +549,7 @@ def check_output_of_run(
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
         want: what to read of each rank, for the sums.
-        mirror: of which ``checkpoints`` is a copy; None: of none.
+        mirror: of the checkpoints; None: there is none.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
@@ -543,7 +558,7 @@ def check_output_of_run(
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
     logging_dir, tasks = plan.logging_dir.resolve_paths(""), plan.tasks
-    check = OutputCheck(writer, checkpoints, logging_dir)
+    check = OutputCheck(writer, checkpoints, mirror, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
     retries = retry_folders(checkpoints)
     retired, job = retired_ranks(checkpoints), JobSums()
@@ -567,8 +582,8 @@ def check_output_of_run(
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
         elif rank_commits.has_run:
-            # It may run elsewhere. If it has published nothing even now, it had not when the folder was listed.
-            check.refuse_strangers(rank_commits, found, not (rank_commits.folder / NOTHING_PUBLISHED).exists())
+            own = published_names(checkpoints, rank_commits.rank) if found.by_rank[rank_commits.rank] else None
+            check.refuse_strangers(rank_commits, found, own)
     for rank, text in JobLedger.read(checkpoints, ranks={}).lost():  # they may be all that is left of its documents
         if found.by_rank[rank]:
             raise OutputMismatch(text)

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.retrying import failure_line, file_system_call, hub_refusal
 
-# Measures how long writes, syncs and uploads take here, in probes that leave nothing behind.
+# Measures how long syncs take here, in probes that leave nothing behind.
 #
 # A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the
 # end, also after an error. A run may be active meanwhile.
@@ -44,50 +44,10 @@ from datatrove_ckpt.retrying import failure_line, file_system_call, hub_refusal
 PROBE = ".datatrove-ckpt-probe-"
 
 _ANSWER_BYTES = 4096
-SMALL_GROUP = 64 * 1024
-LARGE_GROUP = 1024 * 1024
-SMALL_OBJECT = 4 * 1024
-LARGE_OBJECT = 8 * 1024 * 1024
+_GROUP = 64 * 1024
 
 REMOTE_SECONDS = 60.0
 """Seconds that a remote folder may take to answer."""
-
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Several measurements in seconds. ``low`` and ``high`` are the 10th and 90th percentiles."""
-
-    median: float
-    low: float
-    high: float
-    number: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Quantiles:
-        """The quantiles of at least one sample."""
-        ordered = sorted(samples)
-        last = len(ordered) - 1
-        return cls(statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)], len(ordered))
-
-    def __str__(self) -> str:
-        return f"{duration(self.median)} ({duration(self.low)} to {duration(self.high)}, {self.number} times)"
-
-
-@dataclass(frozen=True)
-class DiskCost:
-    """What it takes to write and to sync a group of answers and finished documents of ``size`` bytes."""
-
-    size: int
-    write: Quantiles
-    sync: Quantiles
-
-
-@dataclass(frozen=True)
-class UploadCost:
-    """What it takes to upload an object of ``size`` bytes and to ask for its size."""
-
-    size: int
-    upload: Quantiles
 
 
 # The local disk ------------------------------------------------------------------------------------------------------
@@ -119,32 +79,29 @@ def _remove(probe: Path) -> None:
     files.disk.remove_tree(probe)
 
 
-def measure_disk(probe: Path, size: int, seconds: float, at_most: int = 25) -> DiskCost:
-    """Writes and syncs groups of ``size`` bytes as the storage thread does, for ``seconds``, but at least three times.
+def measure_syncs(probe: Path, at_most: int = 25) -> list[float]:
+    """Writes groups of answers as the storage thread does, for a second, but at least three times.
+
+    Returns the seconds that each sync took.
 
     Raises:
         StorageFailed: the disk reported an error.
     """
-    answers = [_answer(number) for number in range(max(1, size // _ANSWER_BYTES))]
+    answers = [_answer(number) for number in range(_GROUP // _ANSWER_BYTES)]
     lines = b"\n".join(answer.answer.result or b"" for answer in answers)
-    journal = files.AppendFile(probe / f"journal-{size}")
-    with closing(RequestCache(probe / f"cache-{size}.sqlite3")) as cache:
+    journal = files.AppendFile(probe / "journal")
+    with closing(RequestCache(probe / "cache.sqlite3")) as cache:
 
-        def write() -> None:
+        def sync() -> float:
             cache.put(answers)
             journal.append(lines)
-
-        def sync() -> None:
+            start = time.perf_counter()
             journal.sync()
             cache.sync()
+            return time.perf_counter() - start
 
-        write()
         sync()  # the first sync includes the new file names
-        writes, syncs = [], []
-        for _ in _repeats(seconds, at_most):
-            writes.append(_timed(write))
-            syncs.append(_timed(sync))
-    return DiskCost(size, Quantiles.of(writes), Quantiles.of(syncs))
+        return [sync() for _ in _repeats(at_most)]
 
 
 def _answer(number: int) -> CachedRequest:
@@ -234,33 +191,15 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         raise kind(f"{what}: {failure_line(error)}.") from error
 
 
-def measure_upload(folder: DataFolder, size: int, seconds: float) -> UploadCost:
-    """Uploads an object of ``size`` bytes for ``seconds``, but at least three times.
-
-    Raises:
-        RemoteFailed: see ``probe_object``.
-    """
-    content = os.urandom(size)
-    with probe_object(folder) as upload:
-        upload(content[:1])  # opens connections, fetches credentials
-        return UploadCost(size, Quantiles.of([upload(content) for _ in _repeats(seconds, 10)]))
-
-
 # Timing --------------------------------------------------------------------------------------------------------------
 
 
-def _repeats(seconds: float, at_most: int) -> Iterator[int]:
-    deadline = time.monotonic() + seconds
+def _repeats(at_most: int) -> Iterator[int]:
+    deadline = time.monotonic() + 1.0
     for number in range(at_most):
         if number >= 3 and time.monotonic() > deadline:
             return
         yield number
-
-
-def _timed(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 State = Literal["ok", "warning", "problem"]
@@ -346,8 +285,8 @@ def check_checkpoints(
 
 
 def check_local_output(folder: Path, need: Need, moves: bool = False) -> Iterator[Finding]:
-    """Checks a local output folder; its staging folder is inside it. ``moves``: a task may restart on another node."""
-    yield from _try_locally(folder, _check_staging)
+    """Checks a local output folder. ``moves``: a task may restart on another node."""
+    yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
         yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
@@ -486,25 +425,17 @@ def _check_sqlite(probe: Path) -> Finding:
 
 
 def _check_sync(sync_seconds: Seconds, probe: Path) -> Finding:
-    sync = measure_disk(probe, SMALL_GROUP, seconds=1.0).sync
-    text = f"{byte_size(SMALL_GROUP)} take {sync}"
+    syncs = measure_syncs(probe)
+    sync = statistics.median(syncs)
+    text = f"{byte_size(_GROUP)} take {duration(sync)} (median of {len(syncs)})"
     if sync_seconds == 0:
         return Finding("ok", "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
-    interval = SYNC_TUNING.interval([sync.median]) if sync_seconds == "auto" else sync_seconds
-    share = sync.median / interval
+    interval = SYNC_TUNING.interval([sync]) if sync_seconds == "auto" else sync_seconds
+    share = sync / interval
     text += f"; one every {duration(interval)} (sync_seconds: {sync_seconds}) takes {100 * share:.2g} % of the time"
     if share < _SLOW_SHARE:
         return Finding("ok", "syncs", f"{text}.")
     return Finding("warning", "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
-
-
-def _check_staging(probe: Path) -> Finding:
-    """A file is published by a rename."""
-    files.disk.make_dir(probe / "staging")
-    files.disk.replace(probe / "staging" / "file", b"staged")
-    files.disk.rename(probe / "staging" / "file", probe / "file")
-    files.disk.sync_dir(probe)
-    return Finding("ok", "staging", "files can be renamed into place.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from datatrove_ckpt.preflight.checks import (
 from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_inputs_unchanged, check_workers
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
+from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -79,7 +80,13 @@ class Look:
         return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
 
 
-def examine(executor: PipelineExecutor) -> Iterator[Finding]:
+def doctor(executor: PipelineExecutor) -> list[Finding]:
+    """Checks folders, input, servers and limits before a run. What would fail has the state "problem"."""
+    with log_disabled("datatrove", "datatrove_ckpt"):
+        return [*_examine(executor)]
+
+
+def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     look = Look(plan := RunPlan(executor))
     yield from about("pipeline", _check_steps(executor, plan))
@@ -133,8 +140,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
     if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
-    if (hub := HubFolder.of(step.output_writer.output_folder)) is not None:
-        yield from about(f"{place}output", _check_rules_of_hub(look, step, hub))
+    yield from about(f"{place}output", check_rules_of_hub(look, step))
 
 
 def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -207,8 +213,11 @@ def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
 
 
-def _check_rules_of_hub(look: Look, step: InferenceRunner, hub: HubFolder) -> Iterator[Finding]:
-    """What the hub's rules mean for a job whose output is there."""
+def check_rules_of_hub(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+    """Compares a job whose output is on the hub with the hub's rules."""
+    hub = HubFolder.of(step.output_writer.output_folder)
+    if hub is None:
+        return
     tasks, records = look.plan.tasks, step.records_per_chunk
     if not hub.is_bucket:
         yield check_commits(look.plan.at_once, tasks, step.hub_pace)
@@ -256,11 +265,11 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
-    for name, path in {"metrics_file": config.metrics_file, "metrics_targets": config.metrics_targets}.items():
-        if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
-            text = f"monitoring.{name}: there is no folder {folder} here; without it nothing is written."
-            yield Finding("warning", "ready", text)
-            return
+    path = config.metrics_file
+    if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
+        text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+        yield Finding("warning", "ready", text)
+        return
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 

@@ -24,10 +24,11 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import LOCK, RUN
+from datatrove_ckpt.checkpoint.layout import LOCK, RUN, is_ours
 from datatrove_ckpt.checkpoint.ledger import find_ranks, name_place
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, ConfigError
 from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 
 _INSTEAD = (
@@ -40,6 +41,7 @@ def start_over(plan: RunPlan, config: str | None, as_one: bool, others: Sequence
 
     Raises:
         ConfigError: see ``folders_to_move``.
+        OutputMismatch: the output folder belongs to another run.
         CheckpointLocked: a process works on a task.
         StorageFailed: a folder could not be renamed; the same command goes on.
     """
@@ -51,6 +53,9 @@ def start_over(plan: RunPlan, config: str | None, as_one: bool, others: Sequence
                     f"--start-over: {files.name_holder(holder)} works on "
                     f"{name_place(retry, number)} in {root}. Stop that run, and run the same command again."
                 )
+    if folders:
+        for runner in plan.runners:
+            _owner_of(runner).release()
     number = next(n for n in count(1) if not any(_aside(folder, n).exists() for folder in folders))
     for folder in folders:
         files.disk.rename(folder, _aside(folder, number))
@@ -91,7 +96,8 @@ def folders_to_move(
     inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
     staying = [Path(config or "").absolute(), Path.cwd(), *map(_path, filter(DataFolder.is_local, inputs)), *others]
     parent = begun[0].parent
-    if as_one and {*parent.iterdir()} <= places.keys() and not _among(staying, parent):
+    inside = {path for path in parent.iterdir() if not is_ours(path.name)}
+    if as_one and inside <= places.keys() and not _among(staying, parent):
         made = [parent]
     tops = [folder for folder in made if not any(other in folder.parents for other in made)]
     for folder in tops:
@@ -100,6 +106,11 @@ def folders_to_move(
         if strangers := _among(staying, folder):
             raise _refusal(f"{folder} holds {strangers[0]}, which is not the run's.")
     return sorted(tops, key=lambda folder: bool(_among(begun, folder)))
+
+
+def _owner_of(runner: RunnerPlan) -> Ownership:
+    writer, root = runner.step.output_writer, runner.step.checkpoints_root
+    return Ownership(writer.output_folder, writer.output_filename.template, Homes(root, None))
 
 
 def _refusal(why: str) -> ConfigError:

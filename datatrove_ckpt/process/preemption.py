@@ -84,10 +84,8 @@ from datatrove_ckpt.process.slurm_job import (
 from datatrove_ckpt.process.worker import worker_slot
 from datatrove_ckpt.redaction import secrets_among
 
-# Preemption notices: a file, a URL, a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
+# Preemption notices: a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
 #
-#     file       it exists
-#     url        it answers with status 200; 204 and 404 mean that there is no notice
 #     command    it ends with exit code 0
 #     cloud      the address on which the cloud tells its virtual machines:
 #                aws      spot/instance-action, with a token (IMDSv2)
@@ -120,18 +118,14 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
     name = "preemption_notice"
     if any(secrets_among(name, setting)):
         raise ConfigError(f"{name}: holds what looks like a secret. Let a command read it where the task runs.")
-    if not isinstance(setting, Mapping) or len(setting) != 1 or not {*setting} & {"file", "url", "command", "cloud"}:
-        raise ConfigError(f"{name}: takes one of file, url, command and cloud, as {{'file': path}}; it is {setting!r}.")
+    if not isinstance(setting, Mapping) or len(setting) != 1 or not {*setting} & {"command", "cloud"}:
+        raise ConfigError(f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}.")
     [(kind, value)] = setting.items()
-    words = [value] if isinstance(value, str) else value
-    are_words = words and all(word and isinstance(word, str) for word in words)
-    if (kind == "command") == isinstance(value, str) or not are_words:
-        takes = "a list of words, the program first" if kind == "command" else "a text"
-        raise ConfigError(f"{name}.{kind}: takes {takes}; it is {value!r}.")
-    if kind == "url" and not words[0].startswith(("http://", "https://")):
-        raise ConfigError(f"{name}.url: must begin with http:// or https://; it is {value!r}. A path is a file.")
-    if kind == "cloud" and value not in _CLOUDS:
-        raise ConfigError(f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a url or a command.")
+    if kind == "cloud":
+        if not isinstance(value, str) or value not in _CLOUDS:
+            raise ConfigError(f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command.")
+    elif isinstance(value, str) or not value or not all(word and isinstance(word, str) for word in value):
+        raise ConfigError(f"{name}.command: takes a list of words, the program first; it is {value!r}.")
     if "SIGTERM" not in signals:
         raise ConfigError(f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there.")
 
@@ -157,9 +151,8 @@ class NoticeWatch:
             command.kill()
 
     def _watch(self) -> None:
-        # Of a command, arguments may be long; of a URL, a query is nobody's business.
-        shown = self._value if isinstance(self._value, str) else self._value[0]
-        what = f"a preemption notice ({self._kind} {shown.partition('?')[0]}"
+        shown = self._value if isinstance(self._value, str) else self._value[0]  # arguments may be long
+        what = f"a preemption notice ({self._kind} {shown}"
         while True:
             try:
                 if (notice := self._ask()) is not None:
@@ -181,10 +174,6 @@ class NoticeWatch:
         if self._kind == "command":
             return self._run(self._value)
         assert isinstance(self._value, str)
-        if self._kind == "file":
-            return "" if os.path.exists(os.path.expandvars(os.path.expanduser(self._value))) else None  # noqa: PTH110, PTH111
-        if self._kind == "url":
-            return None if _get(self._value, {}) is None else ""
         return _CLOUDS[self._value]()
 
     def _run(self, command: Sequence[str]) -> str | None:

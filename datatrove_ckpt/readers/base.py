@@ -23,6 +23,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
@@ -279,10 +280,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
         options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
-        ask = partial(self.data_folder.get_shard, rank, world_size, **options)
+        ask = partial(self.data_folder.list_files, **options)
         what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
-        found: list[str] | None = retrying.READING.run(ask, what)
-        return found
+        listed: list[str] = retrying.READING.run(ask, what)
+        names = [name for name in listed if not is_ours(name)]
+        return names[rank::world_size] if names else None
 
     def _documents(
         self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard

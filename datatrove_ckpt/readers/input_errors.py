@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from datatrove.pipeline.readers.base import BaseDiskReader
 
 
+MAX_LINE_BYTES = 2**28
+"""Of a line of JSONL, or a field of CSV. A file of zeros that was compressed is one line, a thousand times as large."""
+# Python's own limit, which holds for the whole process, is 128 kB.
+csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
 _SHOWN_CHARACTERS = 60
 _SHOWN_KEYS = 20
@@ -52,6 +56,12 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
     folder = reader.data_folder.path
     if text := explain(reader, name, damaged):
         raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
+
+
+def read_line(file: Any, size: int = MAX_LINE_BYTES) -> bytes:
+    """The next line of a file, or its first ``size`` bytes."""
+    at_most = () if isinstance(file, AbstractBufferedFile) else (size,)  # fsspec's readline takes no size
+    return bytes(file.readline(*at_most))
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
@@ -105,8 +115,7 @@ def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
     if isinstance(reader, CSVReader):
         lines = codecs.iterdecode(file, "utf-8", "replace")
         return _explain_row(reader, next(csv.DictReader(lines), None), damaged)
-    at_most = () if isinstance(file, AbstractBufferedFile) else (_BLOCK,)  # fsspec's readline takes no size
-    while line := file.readline(*at_most):
+    while line := read_line(file, _BLOCK):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             break

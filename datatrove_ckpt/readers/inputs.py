@@ -27,8 +27,9 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.shares import Part, Place
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
@@ -79,9 +80,18 @@ class Inputs:
         self._infos = infos or {}
 
     def info(self, index: int) -> dict[str, Any]:
-        """What fsspec tells of the file: size, time of change, ETag..., depending on the file system."""
+        """What fsspec tells of the file: size, time of change, ETag..., depending on the file system.
+
+        Raises:
+            InputError: it is a FIFO, a socket or a device.
+        """
         if index not in self._infos:
-            self._infos[index] = self._remote(lambda: self.folder.info(self.names[index]))
+            self._infos[index] = info = self._remote(lambda: self.folder.info(self.names[index]))
+            if info.get("type") == "other":
+                raise InputError(
+                    f"The input file {self.names[index]!r} in {self.folder.path} is a FIFO, a socket or a device, "
+                    "which cannot be read twice. Write its content into a file, or move it out of the folder."
+                )
         return self._infos[index]
 
     def size(self, index: int) -> int:
@@ -489,6 +499,7 @@ def list_input(reader: BaseDiskReader) -> Inputs:
     """All files of a reader's input, in the order in which datatrove deals them out to the ranks.
 
     Raises:
+        InputError: one of the files in the folder is a FIFO, a socket or a device.
         OSError: the folder or the list cannot be read.
     """
     folder, pattern = reader.data_folder, reader.glob_pattern
@@ -506,5 +517,12 @@ def list_input(reader: BaseDiskReader) -> Inputs:
             listed = folder.glob(pattern if has_magic(pattern) else f"*{pattern}", **options)
         else:
             listed = folder.find("", **options)
-    names = sorted(name for name, info in listed.items() if info["type"] != "directory")
-    return Inputs(folder, names, {index: listed[name] for index, name in enumerate(names)})
+    files = (name for name, info in listed.items() if info["type"] != "directory")
+    names = sorted(name for name in files if not is_ours(name))
+    # A listing does not follow symbolic links: to it they are "other", too.
+    known = {index: listed[name] for index, name in enumerate(names) if listed[name]["type"] != "other"}
+    inputs = Inputs(folder, names, known)
+    for index in set(range(len(names))) - known.keys():
+        with suppress(FileNotFoundError):
+            inputs.info(index)
+    return inputs

@@ -31,10 +31,10 @@ from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentError
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_array
+from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input, read_line, refuse_array
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
@@ -104,7 +104,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 head.update(late_line_end[: max(0, _HEAD - offset)])
                 offset += len(late_line_end)
             head_hash = head.intdigest()
-            for lines in _line_blocks(file):
+            for lines in _line_blocks(file, name):
                 self._note_stored(file, offset + sum(map(len, lines)))
                 for line in lines:
                     start = offset
@@ -150,10 +150,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if self._codec(name) is None:
             order = permutation(-(-size // _BLOCK), seed, name).tolist()
             for started, number in enumerate(order[max(0, first - 1) :], start=max(1, first)):
-                yield started, number, *_block(file, number)
+                yield started, number, *_block(file, name, number)
             return
         self._skip(file, first, name)
-        for lines in _line_blocks(file):
+        for lines in _line_blocks(file, name):
             after = first + sum(map(len, lines))
             self._note_stored(file, after)
             yield first, first, first, lines
@@ -309,14 +309,28 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     return data
 
 
-def _line_blocks(file: IO[bytes]) -> Iterator[list[bytes]]:
+def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
     while block := file.read(_BLOCK):
         if not block.endswith(b"\n"):
-            block += file.readline()
+            block += _rest_of_line(file, name)
         yield block.splitlines(keepends=True)
 
 
-def _block(file: IO[bytes], number: int) -> tuple[int, list[bytes]]:
+def _rest_of_line(file: IO[bytes], name: str) -> bytes:
+    """
+    Raises:
+        InputError: it is too long for a line.
+    """
+    rest = read_line(file)
+    if len(rest) >= MAX_LINE_BYTES:
+        raise InputError(
+            f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so the file is damaged, or no "
+            "JSONL. Replace it by a complete copy, or move it out of the folder."
+        )
+    return rest
+
+
+def _block(file: IO[bytes], name: str, number: int) -> tuple[int, list[bytes]]:
     """The lines that start in the ``number``-th block of the file, and the offset of the first one."""
     start = max(number * _BLOCK - 1, 0)  # one byte earlier, which shows whether a line starts with the block
     file.seek(start)
@@ -325,7 +339,7 @@ def _block(file: IO[bytes], number: int) -> tuple[int, list[bytes]]:
         head = block.find(b"\n") + 1
         start, block = start + head, block[head:] if head else b""
     if block and not block.endswith(b"\n"):
-        block += file.readline()
+        block += _rest_of_line(file, name)
     return start, block.splitlines(keepends=True)
 
 

@@ -17,6 +17,7 @@ A retry of dead letters does not run these steps. ``shard.json`` keeps for it wh
 
 from __future__ import annotations
 
+import csv
 import math
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -154,14 +155,14 @@ def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict
 
 
 def name_file(error: BaseException) -> BaseException:
-    """Names the file in which a reader that does not seek found bytes that are not UTF-8; else the error as it is."""
-    trace = error.__traceback__ if isinstance(error, UnicodeDecodeError) else None
+    """Names the file in which a reader that does not seek found no UTF-8, or no CSV; else the error as it is."""
+    trace = error.__traceback__ if isinstance(error, UnicodeDecodeError | csv.Error) else None
     while trace is not None:
         names = trace.tb_frame.f_locals
         if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
             named = InputError(
-                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not UTF-8: {error}. "
-                "Convert it (iconv -t utf-8), and run the same command again."
+                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not UTF-8, or has a "
+                f"quote that is not closed: {error}. Correct it (iconv -t utf-8), and run the same command again."
             )
             named.__cause__ = error
             return named

@@ -1,7 +1,4 @@
-"""Several requests per document, one for each of its parts.
-
-Splits a text where it hurts least, and joins answers that repeat each other.
-"""
+"""Several requests per document, one for each of its parts. The text is split where it hurts least."""
 
 from __future__ import annotations
 
@@ -26,10 +23,6 @@ _BOUNDARIES = (
     re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]"),  # noqa: RUF001 (ends of Chinese and Japanese sentences)
     re.compile(r"\s+"),
 )
-_SHORTEST_REPEAT = 16
-"""Characters. Shorter ends of one answer may begin the next one by chance."""
-_LONGEST_REPEAT = 4000
-"""Characters that are compared: two milliseconds."""
 
 
 class Ruler:
@@ -52,13 +45,11 @@ class Ruler:
         return max(self._starts[last] if last < len(self._starts) else self._length, start + 1)
 
 
-def split_text(text: str, limit: int, overlap: int = 0, starts: Sequence[int] | None = None) -> list[str]:
+def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> list[str]:
     """The text in parts of at most this size. At least one part, which may be empty.
 
     Args:
         starts: where each token begins: the limit is in tokens. None: it is in characters.
-        overlap: characters of the end of a part with which the next one begins again; they add to its size. Fewer, so
-            that it begins at a sentence or a word.
     """
     ruler = Ruler(text, starts)
     parts: list[tuple[int, int]] = []
@@ -67,31 +58,8 @@ def split_text(text: str, limit: int, overlap: int = 0, starts: Sequence[int] | 
             parts[-1] = (parts[-1][0], end)
         else:
             parts.append((start, end))
-    shown = [(start, end) for start, end in parts if text[start:end].strip()]
-    if not shown:
-        return [text[: ruler.end(0, limit)]]
-    first = shown[0][0]
-    return [text[_earlier(text, start, overlap, first) : end].strip() for start, end in shown]
-
-
-def stitch(answers: Sequence[str], separator: str, parts: Sequence[str], overlap: int) -> str:
-    """The answers, joined. Where one begins with the end of the one before it, that is written once.
-
-    Only about as much as the parts repeat is taken for a repetition, because a text may repeat itself.
-
-    Args:
-        parts: what the answers are to.
-        overlap: characters that a part repeats at most.
-    """
-    joined = answers[0] if answers else ""
-    for index, answer in enumerate(answers[1:], 1):
-        part = parts[index]
-        shared = max(_repeated(parts[index - 1], part, overlap), default=0)
-        expected = shared * len(answer) / max(1, len(part))  # a translation may be longer
-        found = [size for size in _repeated(joined, answer, int(1.5 * expected)) if size >= _SHORTEST_REPEAT]
-        repeated = min(found, key=lambda size: abs(size - expected), default=0)
-        joined += answer[repeated:] if repeated else separator + answer
-    return joined
+    shown = [part for start, end in parts if (part := text[start:end].strip())]
+    return shown or [text[: ruler.end(0, limit)]]
 
 
 def _pieces(
@@ -118,24 +86,6 @@ def _trimmed(text: str, start: int, end: int) -> int:
     return end
 
 
-def _earlier(text: str, start: int, overlap: int, first: int) -> int:
-    """Where a part begins if it repeats so many characters of what stands before it."""
-    begin = max(first, start - overlap)
-    if begin in (first, start):
-        return begin
-    for boundary in _BOUNDARIES[1:]:
-        if (match := boundary.search(text, begin - 1, start)) and match.end() < start:
-            return match.end()
-    return begin
-
-
-def _repeated(before: str, after: str, most: int) -> list[int]:
-    """How many characters at the beginning of a text are also at the end of the one before it: each number that fits,
-    the largest first."""
-    size = min(len(before), len(after), most, _LONGEST_REPEAT)
-    return [number for number in range(size, 0, -1) if before.endswith(after[:number])]
-
-
 @dataclass
 class ChunkedRollout(ReadyMade):
     """Splits long documents into parts, sends one chat message per part, and joins the answers.
@@ -151,8 +101,6 @@ class ChunkedRollout(ReadyMade):
         parallel: send the requests of all parts at once, unless ``carry`` is set.
         generation_params: payload keys; they override ``default_generation_params``.
         max_tokens_per_part: longest part, in tokens, instead.
-        overlap_chars: characters of a part's end with which the next one begins again. Where an answer begins with the
-            end of the one before it, the joined text has that once.
         carry: what a part's request knows of the ones before it. "conversation": the last ``carried_parts``, with their
             answers, as messages. "continue": the part before; the model continues its answer (vLLM and SGLang).
         carried_parts: parts that a conversation goes back.
@@ -173,7 +121,6 @@ class ChunkedRollout(ReadyMade):
     generation_params: Payload | None = None
     _: KW_ONLY
     max_tokens_per_part: int | None = None
-    overlap_chars: int = 0
     carry: Literal["conversation", "continue"] | None = None
     carried_parts: int = 1
 
@@ -186,8 +133,6 @@ class ChunkedRollout(ReadyMade):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
-        if self.overlap_chars < 0:
-            raise ConfigError(f"overlap_chars must be >= 0; it is {self.overlap_chars!r}.")
         if not times_text(self.prompt):
             raise ConfigError(
                 "prompt: has no {text}, so every part would get the same prompt. Put {text} where the part belongs."
@@ -203,20 +148,18 @@ class ChunkedRollout(ReadyMade):
             )
         parts = await self._parts(source)
         if self.carry is not None:
-            return self._join(await self._in_turn(document, generate, parts), parts)
+            return self._join(await self._in_turn(document, generate, parts))
         payloads = [self._payload(document, part) for part in parts]
         if self.parallel:
-            return self._join(await generate_all(generate, payloads), parts)
-        return self._join([await generate(payload) for payload in payloads], parts)
+            return self._join(await generate_all(generate, payloads))
+        return self._join([await generate(payload) for payload in payloads])
 
     async def _parts(self, text: str) -> list[str]:
         limit = self.max_tokens_per_part
         if limit is not None and self.chars_per_token is None:
-            return await asyncio.to_thread(
-                lambda: split_text(text, limit, self.overlap_chars, self._counter().starts(text))
-            )
+            return await asyncio.to_thread(lambda: split_text(text, limit, self._counter().starts(text)))
         chars = self.max_chars_per_part if limit is None else max(1, int(limit * (self.chars_per_token or 1)))
-        return split_text(text, chars, self.overlap_chars)
+        return split_text(text, chars)
 
     async def _in_turn(self, document: Document, generate: Generate, parts: list[str]) -> list[InferenceResult]:
         results: list[InferenceResult] = []
@@ -242,12 +185,10 @@ class ChunkedRollout(ReadyMade):
     def _payload(self, document: Document, part: str) -> Payload:
         return chat_payload(self.system_prompt, fill(self.prompt, document, part), self._params())
 
-    def _join(self, results: list[InferenceResult], parts: list[str]) -> InferenceResult:
+    def _join(self, results: list[InferenceResult]) -> InferenceResult:
         reasons = [result.finish_reason for result in results]
-        texts = [result.text for result in results]
-        overlap = self.overlap_chars
         return InferenceResult(
-            text=stitch(texts, self.separator, parts, overlap) if overlap else self.separator.join(texts),
+            text=self.separator.join(result.text for result in results),
             finish_reason="length" if "length" in reasons else reasons[-1],
             usage=sum_usage(result.usage for result in results),
             reasoning=self.separator.join(result.reasoning for result in results if result.reasoning),

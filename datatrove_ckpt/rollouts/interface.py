@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # datatrove has no types
             choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs, and with its
                 refusal if it is one; empty for one choice that is none.
             answer: of a path that is no completion, the whole JSON answer without its id and time; else None.
-            response_id, model: as the server sent them. The output has them with ``write_response_ids``.
+            response_id, model: as the server sent them. They are not in the output: two runs never have the same.
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -94,8 +94,11 @@ class Generate(Protocol):
     payload, such as ``dimensions``; default_generation_params are for completions.
     """
 
-    async def __call__(self, payload: Payload, /, *, path: str | None = None) -> InferenceResult:
+    async def __call__(self, payload: Payload, *, path: str | None = None) -> InferenceResult:
         """The answer to the payload, to which the model and ``default_generation_params`` are added.
+
+        ``extra_body``, ``extra_headers`` and ``extra_query`` become what the OpenAI client makes of them. Header fields
+        do not count for the cache: an access token may change.
 
         ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is below the API's URL,
         any other one below the server's. An answer that is no completion is a JSON object, in ``answer``, and has no

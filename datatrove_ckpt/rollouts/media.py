@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import os
 import posixpath
+import re
 import sys
 import threading
 from binascii import Error as Base64Error
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 from weakref import WeakKeyDictionary
 
@@ -24,6 +27,7 @@ import orjson
 import xxhash
 from datatrove.data import Document, Media
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt import retrying
@@ -31,7 +35,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.rollouts.interface import Payload
-from datatrove_ckpt.rollouts.templates import lacks
+from datatrove_ckpt.rollouts.templates import Messages, lacks
 
 MEDIA = "media"
 """``images`` of a document's own media, and not of a column."""
@@ -48,6 +52,9 @@ _STARTS = (
     (b"OggS", "audio/ogg"),
     (b"%PDF-", "application/pdf"),
 )
+_MAX_FILE_BYTES = 2**28
+# No parser sees another host in such a URL.
+_URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|\Z)", re.ASCII | re.IGNORECASE)
 _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 _DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # a picture of 10 MB may take 500 MB then
 _DECODERS = threading.BoundedSemaphore(_DECODED_AT_ONCE)
@@ -139,10 +146,7 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
         raise InvalidMedia("is empty")
     kind = kind_of(data)
     if kind is None:
-        raise InvalidMedia(
-            f"is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, PDF); its first "
-            f"bytes are {data[:12]!r}"
-        )
+        raise InvalidMedia("is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, PDF)")
     group, _, ending = kind.partition("/")
     prefix = "" if group == "audio" else f"data:{kind};base64,"
     value = MediaData(data, kind, prefix, key or xxhash.xxh3_128_hexdigest(data))
@@ -237,19 +241,21 @@ def _from_text(text: str, is_url: bool = False) -> _Medium:
     return _Medium(name=text, path=text)
 
 
-class MediaSettings(NamedTuple):
+class MediaSettings(Protocol):
     """How a rollout takes a document's media: see ``PromptRollout``."""
 
-    images: str
+    images: str | None
     max_image_side: int | None
     media_folder: str | None
+    media_urls: list[str] | None
 
-    def check(self) -> None:
-        """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
-        if self.max_image_side is not None:
-            check_pillow()
-        if (folder := self.media_folder) and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
-            raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
+
+def check_media(settings: MediaSettings) -> None:
+    """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
+    if settings.max_image_side is not None:
+        check_pillow()
+    if (folder := settings.media_folder) and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
+        raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
 
 
 @asynccontextmanager
@@ -260,7 +266,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         ConfigError: a document names a file, and no folder is set.
         InvalidMedia: a medium cannot be sent.
     """
-    media = [_named(number, value) for number, value in enumerate(values_of(document, settings.images), 1)]
+    media = [_named(number, value) for number, value in enumerate(values_of(document, settings.images or MEDIA), 1)]
     files = [one for _, one in media if one.data is None and one.path]
     if files and settings.media_folder is None:
         raise ConfigError(
@@ -307,11 +313,33 @@ def _named(number: int, value: object) -> tuple[str, _Medium]:
     return f"images: medium {number}{f' ({medium.name[:200]})' if medium.name else ''}", medium
 
 
+def check_url(url: str, allowed: list[str] | None) -> None:
+    """Raises InvalidMedia for a URL that a server may not fetch. ``allowed``: ``media_urls``."""
+    found = _URL.match(url)
+    host = found[1].lower() if found else url
+    if not {host, "*"}.intersection(allowed or ()):
+        raise InvalidMedia(
+            f"names a URL, which the server would fetch, and media_urls does not allow {host[:200]!r}. To allow it, "
+            "write media_urls: [HOST]; a run that has begun may need accept_changes, too"
+        )
+
+
+def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
+    """``check_url`` for the parts of a document's messages."""
+    contents = (message.get("content") for message in messages)
+    for part in itertools.chain.from_iterable(one for one in contents if isinstance(one, list)):
+        for name in {"image_url", "audio_url", "video_url"}.intersection(part):
+            url = part[name].get("url") if isinstance(part[name], dict) else part[name]
+            if url and not url.startswith("data:"):
+                check_url(url, allowed)
+
+
 def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
     data, side = medium.data, settings.max_image_side
-    if data is None and medium.url:
-        return {"type": "image_url", "image_url": {"url": medium.url}}
     try:
+        if data is None and medium.url:
+            check_url(medium.url, settings.media_urls)
+            return {"type": "image_url", "image_url": {"url": medium.url}}
         if data is None:
             data = _read(medium, settings)
         elif not isinstance(data, bytes):
@@ -331,7 +359,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     """The file system, and the path there. Names in documents are not trusted: none leads out of the folder.
 
     Raises:
-        InvalidMedia: it does.
+        InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
     """
     folder = str(settings.media_folder)
     filesystem, root = url_to_fs(folder)
@@ -339,9 +367,14 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     for start in (root, folder):
         path = path.removeprefix(start.rstrip("/") + "/")
     inside = posixpath.normpath(path)
-    if inside.startswith(("/", "..")) or "://" in path:
-        raise InvalidMedia(f"lies outside of media_folder, which is {folder}")
-    return filesystem, f"{root.rstrip('/')}/{inside}"
+    found = f"{root.rstrip('/')}/{inside}"
+    refused = inside.startswith(("/", "..")) or "://" in path
+    if isinstance(filesystem, LocalFileSystem):  # others have no symbolic links
+        real = Path(os.path.realpath(found))
+        refused |= not real.is_relative_to(os.path.realpath(root)) or (real.exists() and not real.is_file())
+    if refused:
+        raise InvalidMedia(f"lies outside of media_folder, which is {folder}, or is no regular file")
+    return filesystem, found
 
 
 def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int:
@@ -359,15 +392,21 @@ def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int
 
 def _read(medium: _Medium, settings: MediaSettings) -> bytes:
     filesystem, path = _open_at(medium, settings)
+    size = _MAX_FILE_BYTES + 1
+    if medium.length is not None and 0 <= medium.length < size:
+        size = medium.length
     try:
         with filesystem.open(path, "rb") as file:
             if medium.offset:
                 file.seek(medium.offset)
-            return bytes(file.read(-1 if medium.length is None else medium.length))
+            data = bytes(file.read(size))
     except OSError as error:
         if retrying.READING.passes(error):  # an outage, which is not the document's fault
             raise
         raise InvalidMedia(f"cannot be read: {error_text(error)}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise InvalidMedia(f"is larger than {_MAX_FILE_BYTES} bytes")
+    return data
 
 
 # pictures -------------------------------------------------------------------------------------------------------------

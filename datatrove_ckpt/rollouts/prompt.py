@@ -14,7 +14,15 @@ from datatrove.data import Document
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
-from datatrove_ckpt.rollouts.media import MEDIA, MediaSettings, check_pillow, parts_of, with_media, without_bytes
+from datatrove_ckpt.rollouts.media import (
+    MEDIA,
+    check_media,
+    check_message_urls,
+    check_pillow,
+    parts_of,
+    with_media,
+    without_bytes,
+)
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.templates import (
@@ -62,6 +70,7 @@ class PromptRollout(OneRequest):
             the metadata key of bytes, a path, an http(s) or data URL, a mapping with ``bytes`` or ``path``, or a list.
         max_image_side: longest side of a picture, in pixels; a larger one is made smaller. None: sent as it is.
         media_folder: the folder or URL below which files that documents name may be read and sent.
+        media_urls: hosts whose URLs documents may name, for the server to fetch; ["*"]: all. None: no host.
 
     Raises:
         ConfigError: a template that cannot be filled in, a generation parameter that is not one, ``max_chars`` that
@@ -76,6 +85,7 @@ class PromptRollout(OneRequest):
     images: str | None = None
     max_image_side: int | None = None
     media_folder: str | None = None
+    media_urls: list[str] | None = None
 
     def __post_init__(self) -> None:
         name, template = self.first_template, getattr(self, self.first_template)
@@ -104,16 +114,13 @@ class PromptRollout(OneRequest):
 
     def prepare(self) -> None:
         super().prepare()
-        self._media_settings().check()
-
-    def _media_settings(self) -> MediaSettings:
-        return MediaSettings(self.images or MEDIA, self.max_image_side, self.media_folder)
+        check_media(self)
 
     def media_parts(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
         """The parts of the message beside the text. Files that are read for them count until the end."""
         if self.images is None:
             return nullcontext([])
-        return parts_of(document, self._media_settings())
+        return parts_of(document, self)
 
     def drop_sent(self, document: Document) -> None:
         """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""
@@ -128,6 +135,7 @@ class PromptRollout(OneRequest):
                     f"prompt: document {document.id!r} holds a list of messages, which are sent as they are. Leave "
                     "prompt out."
                 )
+            check_message_urls(source, self.media_urls)
             return with_media({"messages": with_system(self.system_prompt, source), **self._params()}, parts)
         filled = partial(fill, self.prompt, document)
         content = filled(await self._cut(self.prompt, filled, source, self.system_prompt))

@@ -280,7 +280,8 @@ class OneRequest(WholeText):
                     if shows and result.finish_reason != "length":
                         waiting[index] = _with_error(waiting[index], str(result.text), problem)
                 else:
-                    valid[index] = dataclasses.replace(result, text=text)
+                    result.text = text
+                    valid[index] = result
                     del waiting[index]
             if not waiting:
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import functools
 import sqlite3
 import tempfile
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def assert_same_output_after_crash(
     folder: Path,
     *,
     output: str = "output",
-    recoveries: bool = True,
+    recoveries: int = 1,
     torn: bool = False,
     power_loss: bool = False,
     after_crash: Attempt = lambda folder: None,
@@ -79,7 +79,7 @@ def assert_same_output_after_crash(
         run: one attempt of the job.
         folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
-        recoveries: crash the recoveries, too.
+        recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none (0).
         torn: a crash at a write leaves half of it.
         power_loss: data that was not synced may be lost (see ``PowerLossDisk``); otherwise the process is killed.
         after_crash: called with each different folder that a crash leaves behind, for further assertions.
@@ -115,10 +115,11 @@ def assert_same_output_after_crash(
                 assert_equal(folder / output, expected, crashes)
                 return
             report.points += [] if crashes else [disk.crashed_at]
+            further = 0 if number % max(recoveries, 1) else depth - 1
             for survivor in disk.survivors():
-                if report.is_new(folder, depth - 1):
+                if report.is_new(folder, further):
                     after_crash(folder)
-                    resume([*crashes, f"{disk.crashed_at} ({survivor})"], depth - 1)
+                    resume([*crashes, f"{disk.crashed_at} ({survivor})"], further)
 
     copy_tree(fresh, folder)
     # No time passes: else no two folders would be equal.
@@ -143,10 +144,16 @@ def _state(folder: Path) -> str:
 
 
 def _rows(database: Path) -> bytes:
+    found = sorted(database.parent.glob(database.name + "*"))
+    return _dump(tuple((path.name, path.read_bytes()) for path in found))
+
+
+@functools.lru_cache(64)  # most survivors of a crash have the same database
+def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
     with tempfile.TemporaryDirectory() as copy:
-        for path in database.parent.glob(database.name + "*"):
-            shutil.copy(path, copy)
-        with closing(sqlite3.connect(Path(copy) / database.name)) as connection:
+        for name, content in contents:
+            (Path(copy) / name).write_bytes(content)
+        with closing(sqlite3.connect(Path(copy) / CACHE)) as connection:
             return "".join(sorted(connection.iterdump())).encode()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,19 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.mirror import object_store
 
-EFFECTS = ("make_dir", "create", "write", "sync", "rename", "truncate", "remove", "remove_dir", "remove_tree", "commit")
+EFFECTS = (
+    "make_dir",
+    "create",
+    "write",
+    "sync",
+    "rename",
+    "link",
+    "truncate",
+    "remove",
+    "remove_dir",
+    "remove_tree",
+    "commit",
+)
 """The names of the effects on disk: methods of ``files.Disk``."""
 REMOTE_EFFECTS = ("put", "put_file", "copy", "delete")
 """The names of the effects on a remote: methods of ``object_store.Effects``."""
@@ -32,7 +43,7 @@ class WatchedDisk(files.Disk):
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[str] = []
-        self._lock = threading.RLock()
+        self._lock = self._appending  # a thread that appends holds it when its write comes here
 
     def before(self, name: str, args: Arguments, label: str) -> None:
         """Called before an effect, which does not happen if this raises."""
@@ -170,6 +181,9 @@ class PowerLossDisk(CrashingDisk):
             self._synced(path_of(args))
         elif name == "rename":
             self._now[path_of(args)] = self._now.pop(args[0])
+        elif name == "link":
+            self._look()
+            self._now[path_of(args)] = self._now[args[0]]
 
     def _look(self) -> None:
         """Records what is on the real disk now."""

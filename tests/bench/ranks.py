@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.lines import seal, unseal
+from datatrove_ckpt.output.committed import local_stamp
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
 from tests.bench.measure import ROOT, table
@@ -103,22 +104,24 @@ def _copy(folder: Path, rank: int) -> None:
         b'"shard":[0': b'"shard":[%d' % rank,
     }
     for path in real.iterdir():
-        if path.name.startswith("replay"):
+        if path.is_dir() or path.name.startswith("replay"):
             continue
         if path.name != "commits.jsonl":
             shutil.copyfile(path, target / path.name)
             continue
-        bodies = [unseal(line) or b"" for line in path.read_bytes().splitlines(keepends=True)]
-        lines = [seal(names.sub(lambda found: own[found[0]], body)) for body in bodies]
+        lines = []
+        for line in path.read_bytes().splitlines(keepends=True):
+            commit = json.loads(names.sub(lambda found: own[found[0]], unseal(line) or b""))
+            for file in commit["files"]:
+                file["stamp"] = _make_sparse(folder / "output" / file["path"], file["size"])
+            lines.append(seal(json.dumps(commit, separators=(",", ":")).encode()))
         (target / path.name).write_bytes(b"".join(lines))
-        for body in bodies:
-            for file in json.loads(body)["files"]:
-                _sparse(folder / "output" / f"{rank:05d}{file['path'][5:]}", file["size"])
 
 
-def _sparse(path: Path, size: int) -> None:
+def _make_sparse(path: Path, size: int) -> int:
     path.touch()
     os.truncate(path, size)
+    return local_stamp(path.stat())
 
 
 def _environment() -> dict[str, str]:

@@ -192,6 +192,7 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 # The proofs above are worth something only if a wrong order fails them. -----------------------------------------------
 
 
+@pytest.mark.slow
 def test_writing_the_manifest_before_its_objects_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
@@ -214,6 +215,7 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
     assert any("are damaged" in line for line in warnings)
 
 
+@pytest.mark.slow
 def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[tuple[Any, ...]] = []
     write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
@@ -229,6 +231,7 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeyp
         prove(folder, lose_the_node, False, 2)
 
 
+@pytest.mark.slow
 def test_restoring_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash in the middle would leave a folder that looks like a rank's."""
     rename = files.Disk.rename

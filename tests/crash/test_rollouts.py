@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize(
     "rollout",
     [
-        ChunkedRollout("Q {text}", max_chars_per_part=12, overlap_chars=5, carry="conversation"),
+        ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         BestOfRollout(candidates=2, regex="answer [0-9a-f]*[02468ace]", judge_prompt="Rate {answer}", engine="none"),
         JudgeRollout("Q {text}", judge_prompt="Rate {answer}", lowest=0),
         EmbedRollout(column="vector"),

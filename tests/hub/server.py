@@ -11,6 +11,7 @@ from typing import Self
 
 from aiohttp import web
 
+from datatrove_ckpt.output.owner import OWNER
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault, Hold
@@ -85,17 +86,24 @@ class FakeHub:
         return self.repos[kind, name]
 
     def files(self, name: str, revision: str = "main", kind: str = "dataset") -> dict[str, bytes]:
-        """Content by path, without ``.gitattributes``."""
+        """Content by path, without ``.gitattributes`` and the record of a folder's owner."""
         repo = self.repo(name, kind)
         commit = repo.find(revision)
         assert commit is not None, f"{name} has no revision {revision}"
-        return {path: repo.blobs[file.sha256] for path, file in sorted(commit.tree.items()) if path != ATTRIBUTES}
+        listed = (path for path in sorted(commit.tree) if path != ATTRIBUTES and OWNER not in path)
+        return {path: repo.blobs[commit.tree[path].sha256] for path in listed}
+
+    def owners(self, name: str, kind: str = "dataset") -> list[str]:
+        """The records of the owners of folders."""
+        commit = self.repo(name, kind).find("main")
+        assert commit is not None
+        return [path for path in commit.tree if OWNER in path]
 
     def commits(self, name: str, revision: str = "main", kind: str = "dataset") -> list[Commit]:
-        """Commits after the initial one, the oldest first."""
+        """Commits after the initial one, the oldest first, without the note of a folder's owner."""
         commit = self.repo(name, kind).find(revision)
         assert commit is not None, f"{name} has no revision {revision}"
-        return list(commit.history())[-2::-1]
+        return [one for one in list(commit.history())[-2::-1] if not any(OWNER in path for path in one.added)]
 
     def asked(self, *kinds: str) -> list[Request]:
         """The requests of these kinds, in order; all without kinds."""

@@ -31,8 +31,11 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt import InferenceRunner, __version__
-from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.cli.main import main, make_parser
+from datatrove_ckpt.cli.short_form import ShortJob
+from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, import_name, parameters_of
+from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.rollouts import PromptRollout
@@ -218,7 +221,7 @@ def test_those_by_default_are_there() -> None:
 def test_what_three_doors_say(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(1)))
+    monkeypatch.setattr(checks, "_repeats", lambda at_most: iter(range(1)))
     state, change, overrides = SITUATIONS[name]
     job, server = jobs
     restore(job, state)
@@ -285,11 +288,10 @@ def hold(what: str, found: Any) -> None:
 
 def test_names_of_settings_in_a_yaml_file() -> None:
     """Of our classes; others are datatrove's."""
-    found = {
-        name.rpartition(".")[2]: " ".join(sorted(one["properties"]))
-        for name, one in make_schema()["definitions"].items()
-        if name.startswith("datatrove_ckpt.")
-    }
+    named = [import_name(name, name) for name, module in SHORT_NAMES.items() if module.startswith("datatrove_ckpt")]
+    classes = [cls for cls in named if isinstance(cls, type)]
+    classes += [MonitoringConfig, KubernetesJob, ShortJob]
+    found = {cls.__name__: " ".join(sorted(parameters_of(cls)[0])) for cls in classes}
     hold("settings", found)
 
 
@@ -302,16 +304,11 @@ def flags(command: argparse.ArgumentParser) -> str:
     return " ".join(" ".join(one.option_strings) or str(one.metavar) for one in command._actions)
 
 
-DATATROVES = (
-    f"--executor.tasks=1 {STEP}.records_per_chunk=4 {STEP}.checkpoints_local_dir=ours --lacking-are-dropped "
-    f"{STEP}.output_writer.output_filename=${{rank}}_chunk_${{chunk_index}}.jsonl"
-)
 JSON = {
     "status": (STOPPED, "status checkpoints --json"),
     "verify": (STOPPED, "verify job.yaml --json"),
     "doctor": (NEW, "doctor job.yaml --json"),
-    "plan": (NEW, "plan job.yaml --mtbf 6h --json"),
-    "migrate": (NEW, "migrate job.yaml --from checkpoints --dry-run --json " + DATATROVES),
+    "plan": (NEW, "plan --save-cost 140s --mtbf 6h --json"),
 }
 BY_NAME = ("states", "errors", "dead_letters", "journals")
 """Keys whose own keys are data."""
@@ -322,14 +319,12 @@ BY_NAME = ("states", "errors", "dead_letters", "journals")
 def test_keys_of_json(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_repeats", lambda seconds, at_most: iter(range(1)))
+    monkeypatch.setattr(checks, "_repeats", lambda at_most: iter(range(1)))
     state, words = JSON[name]
     restore(jobs[0], state)
     monkeypatch.chdir(jobs[0])
     if name == "verify":
         only("output", "*.jsonl")(jobs[0]).unlink()
-    elif name == "migrate":
-        shutil.copytree(DATA / "datatrove_0_9_0", jobs[0], dirs_exist_ok=True)
     found = json.loads(command(*words.split(), code=None).out)
     hold(f"{name} --json", " ".join(sorted({one[1:] for one in keys(found)})))
 
@@ -348,20 +343,19 @@ CODES = {
     NEW: (
         "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
         "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
-        "report job.yaml -o -; relocate missing --output output; fork missing job.yaml; reshard job.yaml --tasks 3; "
-        "plan job.yaml; plan job.yaml --mtbf 6; migrate job.yaml --from missing; doctor missing.yaml; schema; "
+        "report job.yaml -o -; reshard job.yaml --tasks 3; "
+        "plan job.yaml; plan job.yaml --mtbf 6; doctor missing.yaml; "
         "--version; --help"
     ),
     DONE: (
         "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "
         "verify checkpoints --full; repair job.yaml --dry-run; repair checkpoints; report checkpoints -o -; "
-        "relocate checkpoints --output output; relocate checkpoints --output input; fork checkpoints job.yaml; "
-        "fork checkpoints new --dry-run; reshard job.yaml --tasks 3; run job.yaml --retry-dead-letters"
+        "reshard job.yaml --tasks 3; run job.yaml --retry-dead-letters"
     ),
     STOPPED: (
         "status job.yaml; verify job.yaml; repair job.yaml --dry-run; report job.yaml -o -; "
-        "relocate checkpoints --output elsewhere; reshard job.yaml --tasks 3 --dry-run; reshard job.yaml --tasks 0; "
-        "fork checkpoints new --dry-run; status job.yaml --interval x; run job.yaml; verify checkpoints"
+        "reshard job.yaml --tasks 3 --dry-run; reshard job.yaml --tasks 0; "
+        "run job.yaml; verify checkpoints"
     ),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
@@ -79,7 +80,11 @@ class Half:
         with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
             run(self.job, broken, STOPS_SOON)
         copy_tree(self.job, self.template)
-        assert {path.name for path in (self.job / RANK).iterdir()} == {Path(name).name for name in FILES[:-1]}
+        assert {path.name for path in (self.job / RANK).iterdir()} == {
+            *(Path(name).name for name in FILES[:-1]),
+            PUBLISHING,
+            STAGING,
+        }
         run(self.job, server)
         self.output, self.dead = outputs(self.job / "output"), dead(self.job)
         assert len(self.output) == 3

@@ -83,6 +83,52 @@ def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_pat
     assert set(server.asked.values()) == {1}
 
 
+LAUNCH = """
+import os, sys
+import dill
+from MODULE import LocalPipelineExecutor
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None)
+config = InferenceConfig("endpoint", "fake", endpoint_url=sys.argv[1])
+runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=5)
+executor = LocalPipelineExecutor([[Document(f"text {n}", f"id {n}") for n in range(60)], runner], logging_dir="logs")
+if "datatrove_ckpt" in "MODULE":
+    executor.run()
+else:
+    with open("executor.pik", "wb") as file:
+        dill.dump(executor, file)
+    os.execv(sys.executable, [sys.executable, "-m", "datatrove.tools.launch_pickled_pipeline", "executor.pik"])
+"""
+
+
+@pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"])
+def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path: Path, server: FakeServer, module: str) -> None:
+    log = tmp_path / "logs/logs/task_00000.log"
+    argv = [sys.executable, "-c", LAUNCH.replace("MODULE", module), server.url]
+    settings: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(argv, **settings)
+    until(lambda: server.asked.total() >= 12 + 4)
+    begun = log.read_text()
+    assert "Launching pipeline for rank=0" in begun
+    second = subprocess.run(argv, **settings, check=False, timeout=300)
+    assert second.returncode == 1
+    assert "Another process works on this rank" in second.stderr
+    server.release()
+    _, error = first.communicate(timeout=400)
+    assert first.returncode == 0, error
+    ended = log.read_text()
+    assert ended.startswith(begun)
+    assert "Another process works on this rank" in ended
+    assert "Processing done for rank=0" in ended
+    assert "\0" not in ended
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("locks", ["local", "none"])
 @pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])

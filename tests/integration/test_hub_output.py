@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dill
 import pyarrow.parquet as pq
@@ -26,6 +27,7 @@ from datatrove_ckpt.generation import generate, scheduler
 from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History
+from datatrove_ckpt.output.owner import Ownership
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
@@ -125,7 +127,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(3)
     assert len(hub.asked("commits")) == 3  # two pages, and one after the hour
     (said,) = [line for line in log if "Next look in" in line]
-    assert "3 files wait for a commit: 60 were made within an hour, and hub_commits_per_hour is 55. Next look" in said
+    assert "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look" in said
     assert "the rank has nothing else left to do." in said
 
 
@@ -184,8 +186,11 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(
 @pytest.mark.matrix
 @pytest.mark.parametrize("lag", [1, 3])
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int
+    hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        Ownership, "claim", lambda self, is_unused: None
+    )  # another commit, which this hub would never show
     hub.lag_commits = lag
     hub.lag_kinds |= {"info", "commits"}
     hub_runner(tmp_path, server).run(documents(5))
@@ -200,9 +205,13 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
 @pytest.mark.parametrize(
     ("kind", "fault", "message"),
     [
-        ("commit", {"status": 403}, r"3 files wait for a commit: .*403.*The token may not write to org/data"),
-        ("commit", {"status": 400, "message": "bad"}, r"3 files wait for a commit: .*Nothing that was saved is lost"),
-        ("preupload", {"status": 401}, r"000_00000_00000.parquet could not be uploaded: .*Export HF_TOKEN"),
+        ("commit", {"status": 403}, r"cannot be claimed for this run: .*403.*The token may not write to org/data"),
+        (
+            "commit",
+            {"status": 400, "message": "bad"},
+            r"cannot be claimed for this run: .*Nothing that was saved is lost",
+        ),
+        ("preupload", {"status": 401}, r"cannot be claimed for this run: .*Export HF_TOKEN"),
         (
             "auth-check",
             {"status": 403},
@@ -385,6 +394,13 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
 ) -> None:
     monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
+    step = hub_runner(tmp_path, server, rollout=stops(0, lambda: True))
+    noted = hub.fail("commit", 429, headers={"Retry-After": "3600"})
+    with pytest.raises(KeyboardInterrupt):
+        step.run(documents(1))
+    assert noted.hits == 1
+    assert "so nothing shows other runs" in "".join(log)
+    monkeypatch.setattr(Ownership, "claim", Mock())
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 

@@ -240,7 +240,7 @@ def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
     assert said["output, commits"].startswith("ok: about 16 per hour: 1 task at once")
     assert said["output, files"] == "ok: about 2 files, up to 2 in a folder."
     assert len(hub.repo("org/data").commits) == 1
-    assert {request.kind for request in hub.requests} == {"auth-check", "tree"}
+    assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
 
 
 @pytest.mark.matrix
@@ -276,7 +276,8 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(
     hub.fail("preupload", 400, times=None)  # the rank has asked for all it wants by then
     with pytest.raises(OutputFailed):
         run_rank(tmp_path, server)
-    assert counted(hub) == ["auth-check", *["tree"] * 4, "preupload"]
+    assert counted(hub).count("tree") == 4
+    assert len(counted(hub)) <= 10, counted(hub)
 
 
 @pytest.mark.slow
@@ -286,7 +287,7 @@ def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job
     assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
     hub.requests.clear()
     job("run")
-    assert counted(hub) == ["tree", "tree"]
+    assert counted(hub) == ["paths-info", "tree"] * 2  # whose the folder is, and what it holds
 
 
 # input on the hub ----------------------------------------------------------------------------------------------------

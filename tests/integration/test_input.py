@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import gzip
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +155,42 @@ def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) ->
 def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path) -> None:
     (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
     assert "The input file '0.jsonl' in " in (said := job("datatrove.pipeline.readers.CSVReader", code=1).err)
-    assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
+    assert "is not UTF-8, or has a quote that is not closed: 'utf-8' codec can't decode byte 0xe9" in said
+
+
+def test_a_csv_field_of_a_document_of_150_kb_is_read(job: Run, tmp_path: Path) -> None:
+    for path in tmp_path.glob("documents/*"):
+        path.write_text(f"text,id\n{'word ' * 30_000},{path.stem}\n")
+    job("datatrove.pipeline.readers.CSVReader")
+    assert [len(text) for text in outputs(tmp_path)] == [150_000] * 4
+
+
+def test_a_csv_field_without_end_is_an_error_that_names_the_file(
+    job: Run, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "documents/0.jsonl").write_text('text,id\na,1\n"' + "b,2\n" * 100)
+    request.addfinalizer(partial(csv.field_size_limit, csv.field_size_limit(300)))
+    said = job("datatrove.pipeline.readers.CSVReader", code=1).err
+    assert "The input file '0.jsonl' in " in said
+    assert "has a quote that is not closed: field larger than field limit (300). Correct it" in said
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"])
+@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
+    job: Run, server: FakeServer, tmp_path: Path, reader: str, kind: int
+) -> None:
+    special = tmp_path / "documents/9.jsonl"
+    if kind == stat.S_IFLNK:
+        special.symlink_to("/dev/zero")
+    else:
+        os.mknod(special, kind | 0o600)
+    said = job(reader, code=1).err.splitlines()[-1]
+    assert said.startswith(f"error: The input file '9.jsonl' in {tmp_path}/documents is a FIFO, a socket or a device")
+    assert server.payloads == []
+    special.unlink()
+    job(reader)
+    assert len(outputs(tmp_path)) == 8
 
 
 # What was skipped is said ----------------------------------------------------------------------------------------

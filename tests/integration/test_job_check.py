@@ -125,7 +125,6 @@ CHANGES = {
     "--pipeline.1.records_per_chunk=3": "records_per_chunk: 2 -> 3",
     OTHER_MODEL: 'model: "fake" -> "other"',
     "--pipeline.1.rollout_fn.prompt=Sing {text}": 'rollout_fn.prompt: "Say {text}" -> "Sing {text}"',
-    "--pipeline.1.output_writer.output_folder=elsewhere": "output_folder: ",
 }
 
 

@@ -61,17 +61,6 @@ def begin(command: Command, name: str, code: int = 0, **changed: Any) -> None:
         command("run", "../long.yaml", "--rank", rank, code=code if rank else 0)
 
 
-def test_fork_makes_a_mirror_and_no_folder_here(here: Path, command: Command) -> None:
-    with FakeServer() as server:
-        begin(command, "w", endpoint=server.url)
-    write("wb", prompt="Tell {text}")
-    said = command("fork", "w.yaml", "wb.yaml")
-    assert f"Made {URL}/wb/logs/checkpoints. Start the new run: datatrove-ckpt run wb.yaml" in said
-    assert {path.name for path in here.iterdir()} == {"w.yaml", "wb.yaml"}
-    assert f"{ROWS} done" in command("status", "w.yaml")
-    assert "0 done" in command("status", "wb.yaml")
-
-
 def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here: Path, command: Command) -> None:
     with FakeServer() as server:
         begin(command, "w", endpoint=server.url)

@@ -8,9 +8,11 @@ import dataclasses
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import signal
+import stat
 import struct
 from collections import Counter
 from pathlib import Path
@@ -25,6 +27,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
+import datatrove_ckpt.rollouts.media
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
@@ -131,13 +134,13 @@ def test_a_column_may_hold_each_form_of_a_picture(server: FakeServer, tmp_path: 
     assert written == (value if is_path else [None] if isinstance(value, list) else kept)
 
 
-def test_a_url_is_sent_as_it_is_and_a_file_is_read_from_where_the_media_says(
+def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where_the_media_says(
     server: FakeServer, tmp_path: Path
 ) -> None:
     (tmp_path / "all.bin").write_bytes(b"12345" + picture() + b"67")
     at = media(None, path="all.bin", offset=5, length=len(picture()))
     document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
-    rollout = BestOfRollout(images="media", media_folder=str(tmp_path), candidates=2)
+    rollout = BestOfRollout(images="media", media_folder=str(tmp_path), media_urls=["example.com"], candidates=2)
     runner(tmp_path, server, rollout).run([document])
     for number in (0, 1):
         assert parts(server, number)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
@@ -189,14 +192,42 @@ BAD = {
     "chained": (media(None, path="zip://a::b.zip"), "medium 1 (zip://a::b.zip) lies outside of media_folder"),
     "scheme": (media(None, url="file:///a.png"), "('file:///a.png') is no http(s) or data URL"),
     "base64": (media(None, url="data:image/png;base64,???"), "medium 1 (data:image/png;base64,...) is damaged"),
+    "secret": (media(None, path="link/secret"), "medium 1 (link/secret) lies outside of media_folder"),
+    "device": (media(None, path="zero"), "medium 1 (zero) lies outside of media_folder"),
+    "FIFO": (media(None, path="FIFO"), "medium 1 (FIFO) lies outside of media_folder, which is "),
+    "socket": (media(None, path="socket"), "or is no regular file"),
+    "large": (media(None, path="large"), "medium 1 (large) is larger than 20000 bytes"),
+    "negative": (media(None, path="large", offset=1, length=-1), "medium 1 (large) is larger than 20000 bytes"),
+    "text": (media(None, path="text"), "medium 1 (text) is of no type that can be sent"),
+    "URL": (media(None, url="http://169.254.169.254/latest"), "media_urls does not allow '169.254.169.254'"),
+    "port": (media(None, url="http://example.com:80@169.254.169.254/"), "media_urls does not allow 'http://example"),
+    "backslash": (media(None, url="http://169.254.169.254\\@example.com/"), "media_urls does not allow 'http://169"),
     "cut off": (media(picture()[:-600]), "medium 1 is damaged, or no whole picture"),
 }
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A media folder, reached through a link, with entries that are no files of it."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_text("root:x:0:0")
+    found = tmp_path / "media"
+    (tmp_path / "real").mkdir()
+    found.symlink_to("real")
+    (found / "link").symlink_to(tmp_path / "outside")
+    (found / "zero").symlink_to("/dev/zero")
+    os.mkfifo(found / "FIFO")
+    os.mknod(found / "socket", stat.S_IFSOCK | 0o600)
+    (found / "text").write_text("root:x:0:0")
+    (found / "large").write_bytes(PDF + bytes(20_000))
+    monkeypatch.setattr(datatrove_ckpt.rollouts.media, "_MAX_FILE_BYTES", 20_000, raising=False)
+    return found
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Path, name: str) -> None:
+def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Path, folder: Path, name: str) -> None:
     bad, said = BAD[name]
-    rollout = PromptRollout(images="media", media_folder=str(tmp_path), max_image_side=20)
+    rollout = PromptRollout(images="media", media_folder=str(folder), media_urls=["example.com"], max_image_side=20)
     documents = [Document("bad", "bad", [bad]), *pages(1)]
     runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents)
     (letter,) = letters(tmp_path)
@@ -204,8 +235,44 @@ def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Pat
     assert letter["kind"] == "InvalidMedia"
     assert said in letter["error"]
     assert "\n" not in letter["error"]
+    assert "root:x" not in letter["error"]
     assert [row["id"] for row in rows(tmp_path)] == ["id 0"]
     assert len(server.payloads) == 1
+
+
+def test_links_within_the_folder_are_followed(server: FakeServer, tmp_path: Path, folder: Path) -> None:
+    (folder / "a.png").write_bytes(picture())
+    (folder / "b.png").symlink_to("../media/a.png")
+    rollout = PromptRollout(images="page", media_folder=str(folder))
+    runner(tmp_path, server, rollout).run([Document("x", "0", metadata={"page": ["b.png", f"{folder}/a.png"]})])
+    assert sent(server) == [picture()] * 2
+
+
+@pytest.mark.parametrize("url", ["https://Example.com:8000/a.png", "http://example.com?a", "http://example.com"])
+@pytest.mark.parametrize("column", ["images", "prompt_column"])
+def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(
+    server: FakeServer, tmp_path: Path, url: str, column: str
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}, "video_url": None, "audio_url": "data:audio/wav;base64,AA"}
+    pictures = {"type": "image_url", "image_url": {"url": url_of(picture())}}
+    value: Any = url
+    if column == "prompt_column":
+        value = [{"role": "user", "content": ["Look.", pictures, part]}, {"role": "user", "content": "At it."}]
+    documents = [Document("first", "0", metadata={"at": []}), Document("Look.", "1", metadata={"at": value})]
+    if column == "prompt_column":
+        documents[0].metadata["at"] = "first"
+    else:
+        documents[0].metadata["at"] = picture()
+    with pytest.raises(
+        CkptError, match=r"'1'.*InvalidMedia: .*media_urls does not allow 'example.com'.*accept_changes"
+    ):
+        runner(tmp_path, server, PromptRollout(**{column: "at"})).run(copy.deepcopy(documents))
+    for allowed in (["example.com"], ["*"]):
+        rollout = PromptRollout(**{column: "at"}, media_urls=allowed)
+        runner(tmp_path, server, rollout, accept_changes=True).run(copy.deepcopy(documents))
+    assert [row["id"] for row in rows(tmp_path)] == ["0", "1"]
+    assert len(server.payloads) == 2
+    assert url in json.dumps(server.payloads[1])
 
 
 def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path: Path) -> None:

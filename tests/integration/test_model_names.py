@@ -31,9 +31,8 @@ from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import config, documents, letters, rows, writer
-from tests.yaml_jobs import job_yaml, write_job
 
-from .test_models import ROLLOUT, generate_and_judge, payload, says
+from .test_models import generate_and_judge, payload, says
 from .test_models import runner as runner_of_both
 
 
@@ -188,97 +187,44 @@ def test_a_page_names_all_models(here: Path, a: FakeServer, b: FakeServer, comma
     assert "<title>fake, other: finished" in Path("page.html").read_text()
 
 
-# fork -----------------------------------------------------------------------------------------------------------------
+# answers_from ---------------------------------------------------------------------------------------------------------
 
 REVISION = {"model_kwargs": {"revision": "v2"}}
 
 
-def forked(folder: Path, a: FakeServer, b: FakeServer, command: Command) -> str:
-    said = command("fork", folder / "checkpoints", folder / "new" / "checkpoints").out
-    a.payloads.clear()
-    b.payloads.clear()
-    return said
+@pytest.fixture
+def old(here: Path) -> str:
+    return str(here / "checkpoints")
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [(REVISION, 'judge.model_kwargs.revision: (not set) -> "v2"'), ({"use_chat": False}, "judge.use_chat: true -> ")],
 )
-def test_a_fork_binds_the_settings_of_each_model(
-    here: Path, a: FakeServer, b: FakeServer, command: Command, changes: Any, line: str
+def test_old_answers_bind_the_settings_of_each_model(
+    here: Path, old: str, a: FakeServer, b: FakeServer, changes: Any, line: str
 ) -> None:
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
-    assert "answers: 4 of 2 documents kept" in forked(here, a, b, command)
+    sent = [len(server.payloads) for server in (a, b)]
     with pytest.raises(CheckpointMismatch, match=re.escape(line)):
-        runner_of_both(here / "new", a, b, judge=changes, accept_changes=True).run(documents(2))
-    runner_of_both(here / "new", a, b, judge={"model_name_or_path": "other"}).run(documents(2))
-    assert [len(server.payloads) for server in (a, b)] == [0, 2], "another model is in the payload"
+        runner_of_both(here / "new", a, b, judge=changes, answers_from=old).run(documents(2))
+    runner_of_both(here / "new", a, b, judge={"model_name_or_path": "other"}, answers_from=old).run(documents(2))
+    assert [len(server.payloads) for server in (a, b)] == [sent[0], sent[1] + 2], "another model is in the payload"
 
 
-def test_a_fork_keeps_no_answers_of_a_model_that_was_changed_midway(
-    here: Path, a: FakeServer, b: FakeServer, command: Command
+def test_no_answer_of_a_model_that_was_changed_midway_is_used(
+    here: Path, old: str, a: FakeServer, b: FakeServer
 ) -> None:
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
     runner_of_both(here, a, b, keep_answers=True, accept_changes=True, judge=REVISION).run(documents(4))
-    said = forked(here, a, b, command)
-    assert "answers: none can be used: judge.model_kwargs changed in the middle of this run\n" in said
-    runner_of_both(here / "new", a, b).run(documents(4))
-    assert [len(server.payloads) for server in (a, b)] == [4, 4]
+    sent = [len(server.payloads) for server in (a, b)]
+    runner_of_both(here / "new", a, b, judge=REVISION, answers_from=old).run(documents(4))
+    assert [len(server.payloads) for server in (a, b)] == [number + 4 for number in sent]
 
 
-def test_other_models_make_a_fork_without_answers(here: Path, a: FakeServer, b: FakeServer, command: Command) -> None:
+def test_answers_of_other_models_are_refused(here: Path, old: str, a: FakeServer, b: FakeServer) -> None:
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
-    forked(here, a, b, command)
-    step = runner_of_both(here / "new", a, b)
+    step = runner_of_both(here / "new", a, b, answers_from=old)
     step.named_models = dict(reversed(step.named_models.items()))
     with pytest.raises(CheckpointMismatch, match="models: "):
         step.run(documents(2))
-
-
-NEW = [
-    "--pipeline.1.checkpoints_local_dir=new/checkpoints",
-    "--pipeline.1.output_writer.output_folder=new/output",
-    "--executor.logging_dir=new/logs",
-]
-
-
-@pytest.fixture
-def job(here: Path, a: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A finished run with a judge that gives canned answers."""
-    (here / "two_models.py").write_text(ROLLOUT)
-    monkeypatch.syspath_prepend(str(here))
-    writes = f'{{server_type: endpoint, endpoint_url: "{a.url}", model_name_or_path: w}}'
-    judges = "{server_type: dummy, model_name_or_path: j}"
-    text = job_yaml(f"writer: {writes}, judge: {judges}", rollout="two_models.rollout")
-    write_job(here, f"{text}          keep_answers: true\n", ["a", "b"])
-    command("run", "job.yaml")
-    return here
-
-
-def test_a_judge_that_was_canned_answers_anew_in_the_fork(job: Path, b: FakeServer, command: Command) -> None:
-    judge = "--pipeline.1.config.judge"
-    changed = [*NEW, f"{judge}.server_type=endpoint", f"{judge}.endpoint_url={b.url}"]
-    said = command("fork", "job.yaml", "job.yaml", *changed).out
-    assert "answers: none can be used: judge.canned_answers changed\n" in said
-    command("run", "job.yaml", *changed)
-    assert len(b.payloads) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("default_generation_params={top_p: 0.5}", "made of changed: judge.default_generation_params"),
-        ("seed=1", "made of changed: judge.seed"),
-        ("model_name_or_path=x", "answers: 4 of 2 documents kept"),
-    ],
-)
-def test_what_is_doubtful_about_a_named_model_is_said(job: Path, command: Command, change: str, said: str) -> None:
-    found = command("fork", "job.yaml", "job.yaml", *NEW, f"--pipeline.1.config.judge.{change}", "--dry-run").out
-    assert said in found
-
-
-def test_other_models_in_the_file_are_noticed(job: Path, command: Command) -> None:
-    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("judge:", "critic:"))
-    assert 'models: ["writer","judge"] -> ["writer","critic"]' in command("verify", "job.yaml", code=None)
-    said = command("fork", "job.yaml", "job.yaml", *NEW, "--dry-run").out
-    assert "answers: none can be used: models" in said

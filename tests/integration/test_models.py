@@ -26,7 +26,6 @@ from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import history_records
 from datatrove_ckpt.checkpoint.history_records import Progress
-from datatrove_ckpt.cli.full_config import make_schema
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (
@@ -180,7 +179,7 @@ def test_an_answer_of_one_model_is_none_of_the_other_in_whichever_order_they_are
 
 def test_killed_at_every_write_and_resumed(ram: Path) -> None:
     def attempt(folder: Path) -> None:
-        runner(folder, writes, judges).run(documents(3))
+        runner(folder, writes, judges).run(documents(2))
 
     with says("writer") as writes, says("judge") as judges:
         (ram / "job").mkdir()
@@ -689,7 +688,6 @@ def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
     assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(job)] == ["writer on a", "writer on b"]
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
-    assert 'judge.model: "j" -> "other"' in command("verify", "job.yaml", other, "other", code=None)
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
 
 
@@ -715,17 +713,6 @@ def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> Non
 def test_a_mistake_in_a_model_is_one_line(job: Path, command: Command, override: str, said: str) -> None:
     done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
     assert said in done
-
-
-def test_the_schema_takes_one_model_and_several(job: Path) -> None:
-    check = jsonschema.Draft7Validator(make_schema())
-    content = yaml.safe_load(Path("job.yaml").read_text())
-    assert not [*check.iter_errors(content)]
-    models = content["executor"]["init_args"]["pipeline"][1]["init_args"]
-    models["config"]["judge"]["tpp"] = 2
-    assert [error.message for error in check.iter_errors(content)]
-    models["config"] = models["config"]["writer"]
-    assert not [*check.iter_errors(content)]
 
 
 def test_one_worker_starts_the_servers_of_both_models_once_for_all_its_tasks(

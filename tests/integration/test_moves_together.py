@@ -1,4 +1,4 @@
-"""``migrate``, ``reshard``, ``fork``, ``relocate`` one after the other, and what other commands say of the result."""
+"""``reshard`` and moves one after the other, and what other commands say of the result."""
 
 from __future__ import annotations
 
@@ -9,29 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.layout import COMMITS, RESHARD_PLAN, RUN, SHARES, last_chunk_file, rank_folder
 from datatrove_ckpt.checkpoint.resharding import ReshardPlan
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.maintenance import verify
-from datatrove_ckpt.maintenance.fork import upload
 from datatrove_ckpt.preflight.before_run import check_before_run, check_job
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
-from tests.datatrove_job import Datatrove
-from tests.jobs import rejects
-from tests.kept import content_of, edit
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.kept import edit
 
-from .test_fork import Fork, fork
-from .test_migrate import datatrove, expected, migrate, written
-from .test_migrate_doubts import NUMBER, left, make
-from .test_migrate_doubts import job as left_job
 from .test_reshard import Job, answers, job, mirrored, server, some
 
-__all__ = ["answers", "datatrove", "fork", "job", "left", "left_job", "make", "server"]  # fixtures
+__all__ = ["answers", "job", "server"]  # fixtures
 
 
 def elsewhere(job: Job, *parts: str) -> Job:
@@ -44,61 +33,6 @@ def elsewhere(job: Job, *parts: str) -> Job:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_fork_never_loses_the_documents_of_tasks_that_there_are_no_more(job: Job, fork: Fork, finished: bool) -> None:
-    job.stop_in_the_middle(4, some(job, 4))
-    job.reshard(4, 2)
-    new = elsewhere(job)
-    assert "reshard ... --tasks 4), then fork it" in fork(job.folder, new.folder, code=2).err
-    if finished:
-        job.finish(2)
-        with pytest.raises(ConfigError, match="nothing is left to deal out"):
-            job.reshard(2, 2)
-    else:
-        job.stop_in_the_middle(2, some(job, 5))
-    job.reshard(2, 4)
-    if finished:
-        job.finish(4)
-        assert not job.server.asked
-    fork(job.folder, new.folder)
-    new.finish(4)
-
-
-@pytest.mark.slow
-def test_a_fork_lacks_nothing_of_tasks_that_never_started(job: Job, fork: Fork) -> None:
-    job.stop_in_the_middle(4, some(job, 4), ranks=[0, 1])
-    job.reshard(4, 2)
-    new = elsewhere(job)
-    fork(job.folder, new.folder)
-    new.finish(2)
-
-
-@pytest.mark.slow
-def test_a_forks_shares_reach_other_nodes_through_its_mirror(job: Job, fork: Fork) -> None:
-    job.stop_in_the_middle(2, some(job, 8))
-    job.reshard(2, 3)
-    new = elsewhere(job)
-    fork(job.folder, new.folder)
-    upload(new.checkpoints, str(new.folder / "mirror"))
-    shutil.rmtree(new.checkpoints)
-    new.changes = mirrored(new)
-    new.executor(3).run()
-    new.check_finished()
-
-
-@pytest.mark.slow
-def test_a_mirror_of_a_run_with_other_tasks_is_forked_with_its_shares(job: Job, command: Command) -> None:
-    job.stop_in_the_middle(2, some(job, 8))
-    job.reshard(2, 3)
-    job.changes = mirrored(job)
-    job.stop_in_the_middle(3, some(job, 9))
-    new = elsewhere(job)
-    command("fork", job.folder / "mirror", new.checkpoints)
-    assert (new.checkpoints / SHARES).read_bytes() == (job.checkpoints / SHARES).read_bytes()
-    new.finish(3)
-
-
-@pytest.mark.slow
 def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command) -> None:
     job.stop_in_the_middle(4, some(job, 10))
     plan = job.checkpoints / RESHARD_PLAN
@@ -107,45 +41,6 @@ def test_status_says_how_a_half_done_reshard_goes_on(job: Job, command: Command)
     printed = command("status", job.checkpoints).out
     assert f"was interrupted while it changed {job.checkpoints} from 4 to 2 tasks. Run it again (--tasks 2)" in printed
     assert "To resume" not in printed
-
-
-@pytest.mark.slow
-def test_status_tells_a_fork_that_has_not_started(job: Job, command: Command, fork: Fork) -> None:
-    job.stop_in_the_middle(2, some(job, 10))
-    new = elsewhere(job)
-    fork(job.folder, new.folder)
-    printed = command("status", new.checkpoints).out
-    assert f"{new.checkpoints} is a fork that has not started. Start it: datatrove-ckpt run CONFIG" in printed
-    assert "To resume" not in printed
-    new.stop_in_the_middle(2, some(job, 10), ranks=[1])
-    assert "First correct what ended rank 1" in command("status", new.checkpoints).out
-
-
-def test_verify_compares_the_new_number_of_tasks_with_the_file(here: Path, command: Command) -> None:
-    refused = {"Say c"}
-    with FakeServer(status=rejects(refused, 403)) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c"])
-        command("run", "job.yaml", code=1)
-        assert "--executor.tasks=3" in command("reshard", "job.yaml", "--tasks", "3").out
-        refused.clear()
-        command("run", "job.yaml", "--executor.tasks=3")
-    command("verify", "job.yaml", "--executor.tasks=3", "--full")
-    printed = command("verify", "job.yaml", code=None)
-    assert "tasks: 3 -> 2" in printed
-
-
-@pytest.mark.slow
-def test_a_run_of_datatroves_is_taken_over_and_dealt_out_anew(
-    left_job: Path, command: Command, datatrove: Datatrove
-) -> None:
-    migrate(command)
-    for path in Path("ours").glob("0*/run.json"):
-        assert (content_of(path)["format"], content_of(path)["written_by"]) == (FORMAT, __version__)
-    command("status", "job.yaml")
-    command("reshard", "job.yaml", "--tasks", "3")
-    command("run", "job.yaml", "--executor.tasks=3")
-    assert written(Path()) == expected(NUMBER)
-    command("verify", "job.yaml", "--executor.tasks=3", "--full")
 
 
 # what people do to the folders of a run between a move and the next start --------------------------------------------
@@ -188,7 +83,7 @@ def run_rank(job: Job, rank: int, tasks: int) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(("numbers", "rank"), [((4, 2), 3), ((1, 4), 0)], ids=str)
 def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
-    job: Job, numbers: tuple[int, int], rank: int, fork: Fork
+    job: Job, numbers: tuple[int, int], rank: int
 ) -> None:
     """What it had not committed may be another task's since."""
     before, tasks = numbers
@@ -201,7 +96,6 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
     assert any(said in problem for problem in problems(job))
     with pytest.raises(CkptError, match=said):
         job.reshard(tasks, tasks + 1)
-    fork(job.folder, elsewhere(job).folder, code=1)
     if rank < tasks:
         with pytest.raises(CkptError, match=said):
             run_rank(job, rank, before)
@@ -215,9 +109,7 @@ def test_a_folder_of_before_reshard_is_refused_and_can_be_made_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True], ids=["missing", "older"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
-    job: Job, when: str, older: bool, fork: Fork
-) -> None:
+def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(job: Job, when: str, older: bool) -> None:
     """Also where all tasks are complete, so that none of them reads its share."""
     dealt_out_anew(job, 4, 2)
     path = job.checkpoints / SHARES
@@ -242,7 +134,6 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
             start()
     [problem] = problems(job)
     assert re.search(said, problem)
-    fork(job.folder, elsewhere(job).folder, code=1)
     path.write_bytes(now)
     job.finish(3)
 
@@ -250,7 +141,7 @@ def test_shares_that_are_not_those_of_the_ranks_are_refused_whoever_starts(
 @pytest.mark.matrix
 @pytest.mark.parametrize("output", [False, True], ids=["", "with its output"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool, fork: Fork) -> None:
+def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool) -> None:
     """Nobody reads its documents again, so without its commits nothing shows that they are in the output."""
     dealt_out_anew(job, 4, 2)
     if when == "after":
@@ -262,7 +153,6 @@ def test_a_task_that_runs_no_more_is_missed(job: Job, when: str, output: bool, f
     with pytest.raises(CkptError, match=r"00003 is missing: it holds the commits of task 3"):
         job.executor(2).run()
     assert any("00003 is missing" in problem for problem in problems(job))
-    fork(job.folder, elsewhere(job).folder, code=2)
     if not output:
         with pytest.raises(CkptError, match="00003 is missing"):
             job.reshard(2, 3)
@@ -285,16 +175,15 @@ def test_a_task_that_is_gone_for_good_is_dealt_out_again(job: Job, tasks: int) -
 
 
 @pytest.mark.slow
-def test_a_copy_that_lacks_a_task_that_runs_no_more_is_not_relocated(job: Job, command: Command) -> None:
+def test_a_copy_that_lacks_a_task_that_runs_no_more_is_refused(job: Job) -> None:
     dealt_out_anew(job, 4, 2)
     other = elsewhere(job, "checkpoints", "output")
     move_away(other, 3)
     last_chunk_file(other.checkpoints, 3).unlink()
-    words = ["relocate", other.checkpoints, "--output", other.folder / "output"]
-    assert "00003 is missing" in command(*words, code=1).out
+    with pytest.raises(CkptError, match="00003 is missing"):
+        other.executor(2).run()
     for part in ("checkpoints", "output"):
         shutil.copytree(job.folder / part, other.folder / part, dirs_exist_ok=True)
-    command(*words)
     shutil.rmtree(job.checkpoints)
     shutil.rmtree(job.folder / "output")
     other.executor(2).run()

@@ -64,9 +64,6 @@ class Metadata:
             if path == "/metadata/scheduledevents?api-version=2020-07-01":
                 self.asked += 1
                 return 200, json.dumps({"DocumentIncarnation": 1, "Events": self.notice})
-        if path == "/url":
-            self.asked += 1
-            return (200, "") if self.notice else (404, "")
         self.refused.append(f"{method} {path}")
         return 401, "refused"
 
@@ -129,11 +126,12 @@ def test_a_notice_of_a_cloud_is_told_from_its_other_answers(
 
 
 def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
-    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path
+    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, url = metadata
     came: queue.SimpleQueue[str] = queue.SimpleQueue()
-    watches = [NoticeWatch({"url": f"{url}/nothing?token"}, Shutdown(), came.put) for _ in range(2)]
+    monkeypatch.setattr(preemption, "METADATA", f"{url}/nothing")
+    watches = [NoticeWatch({"cloud": "gcp"}, Shutdown(), came.put) for _ in range(2)]
     until(lambda: len(served.refused) >= 6)
     for watch in watches:
         watch.close()
@@ -160,15 +158,15 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path: Path, metadata
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("aws", "takes one of file, url, command and cloud"),
-        ({"file": "a", "url": "http://b"}, "takes one of"),
-        ({"path": "a"}, "takes one of"),
-        ({"file": ""}, "file: takes a text"),
-        ({"file": ["a"]}, "file: takes a text"),
+        ("aws", r"takes {'cloud': name} or {'command': \[program, ...\]}"),
+        ({"cloud": "aws", "command": ["a"]}, "takes {"),
+        ({"file": "a"}, "takes {"),
+        ({"url": "http://b"}, "takes {"),
+        ({"cloud": ""}, "'' is not one of aws, gcp, azure"),
+        ({"cloud": ["aws"]}, "is not one of aws, gcp, azure"),
         ({"command": "check --it"}, "command: takes a list of words"),
         ({"command": []}, "command: takes a list"),
-        ({"url": "/tmp/notice"}, "url: must begin with http"),
-        ({"url": "http://me:secretword@host/"}, "holds what looks like a secret"),
+        ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
         ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
     ],
 )
@@ -190,7 +188,8 @@ def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, ser
 def test_a_rank_drains_says_why_and_resumes_without_the_setting(
     tmp_path: Path, metadata: tuple[Metadata, str], log: list[str], in_thread: bool
 ) -> None:
-    served, url = metadata
+    served, _ = metadata
+    served.notice = "FALSE"
     ended: list[BaseException] = []
 
     def run() -> None:
@@ -201,11 +200,11 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
 
     with FakeServer(hold_after=2) as server:
         settings = {"max_concurrent_generations": 4}
-        step = runner(tmp_path, server, plain, config=settings, preemption_notice={"url": f"{url}/url"})
+        step = runner(tmp_path, server, plain, config=settings, preemption_notice={"cloud": "gcp"})
 
         def tell() -> None:
             until(lambda: len(server.payloads) >= 6)
-            served.notice = True
+            served.notice = "TRUE"
             until(lambda: any("requests in flight have" in line for line in log))
             server.release()
 
@@ -223,7 +222,7 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
                 signal.signal(signal.SIGTERM, before)
         teller.join()
         assert len(server.payloads) == 6
-        reason = f"a preemption notice (url {url}/url)"
+        reason = "a preemption notice (cloud gcp: preempted)"
         assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
         assert str(ended[0]) == (f"Stopped by {reason}. Run the same command again to resume." if in_thread else "143")
         assert isinstance(ended[0], Preempted if in_thread else SystemExit)
@@ -251,13 +250,13 @@ async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 if __name__ == "__main__":
-    module, workers, url, kind, *value = sys.argv[1:]
+    module, workers, url, *command = sys.argv[1:]
     runner = InferenceRunner(
         rollout,
         InferenceConfig("endpoint", "m", endpoint_url=url, max_concurrent_generations=4),
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
-        preemption_notice={kind: value if kind == "command" else value[0]},
+        preemption_notice={"command": command},
     )
     executor = (datatrove_ckpt if module == "ours" else datatrove.executor).LocalPipelineExecutor
     executor([documents, runner], tasks=2, workers=int(workers), logging_dir="logs").run()
@@ -266,31 +265,29 @@ if __name__ == "__main__":
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("module", "workers", "kind"),
+    ("module", "workers"),
     [
-        ("ours", 1, "file"),
-        ("ours", 2, "command"),
-        ("datatroves", 2, "url"),
-        ("datatroves", 1, "file"),
+        ("ours", 1),
+        ("ours", 2),
+        ("datatroves", 2),
+        ("datatroves", 1),
     ],
 )
-def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: str, workers: int, kind: str) -> None:
+def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: str, workers: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     told = tmp_path / "told"
-    with FakeServer(hold_after=2 * workers) as server, metadata_server() as (metadata, url):
-        value = {"file": [str(told)], "command": ["test", "-e", str(told)], "url": [f"{url}/url"]}[kind]
-        command = [sys.executable, "script.py", module, str(workers), server.url, kind, *value]
+    with FakeServer(hold_after=2 * workers) as server:
+        command = [sys.executable, "script.py", module, str(workers), server.url, "test", "-e", str(told)]
         process = start(command, cwd=tmp_path)
         until(lambda: len(server.payloads) >= 6 * workers)
         told.touch()
-        metadata.notice = True
         logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(workers)]
         until(lambda: all("requests in flight have" in log.read_text() for log in logs))
         server.release()
         output = process.communicate(timeout=300)[0]
         assert process.returncode == 128 + signal.SIGTERM, output
         assert left_of(process.pid) == []
-        reason = f"a preemption notice ({kind} {value[0]})"
+        reason = "a preemption notice (command test)"
         assert any(f"interrupted by {reason}" in log.read_text() for log in logs)
         status = subprocess.run(
             [sys.executable, "-m", "datatrove_ckpt", "report", "checkpoints", "--output", "-"],
@@ -301,7 +298,6 @@ def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: s
         )
         assert reason in status.stdout, status
         told.unlink()
-        metadata.notice = None
         again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert again.returncode == 0, again.stderr
         assert set(server.asked.values()) == {1}

@@ -61,7 +61,7 @@ def keep(name: str, picture: str) -> None:
     assert shape(path.read_text()) == shape(picture), "DATATROVE_CKPT_WRITE_PICTURES=1 writes it anew"
 
 
-@pytest.mark.slow
+@pytest.mark.alone  # how long it takes decides which numbers there are
 def test_the_pictures_show_what_a_run_prints(here: Path, command: Command) -> None:
     write_tasks(here, 4, 40)
     checkpoints = "runs/summaries"

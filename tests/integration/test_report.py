@@ -96,6 +96,11 @@ def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:
     assert "per million documents" in text
 
 
+def test_the_price_of_a_gpu_needs_their_number(checkpoints: Path, command: Command) -> None:
+    said = command("report", checkpoints, "--price-per-gpu-hour", "2.50", code=2).err
+    assert "--price-per-gpu-hour: needs --gpus-per-rank" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from datatrove.data import Document
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import LOCK, RESHARD_PLAN, SHARES
 from datatrove_ckpt.checkpoint.lines import read_lines
@@ -453,7 +455,9 @@ def test_a_file_of_a_chunk_that_was_published_and_not_committed_goes_with_its_ra
     journal = min((job.checkpoints / "00001").glob("chunk_*.jsonl"))
     lines = [Finished.from_body(line.body).document for line in read_lines(journal)]
     name = f"00001_{journal.name}"
-    (job.folder / "output" / name).write_bytes(b"".join(line + b"\n" for line in lines))
+    content = b"".join(line + b"\n" for line in lines)
+    (job.folder / "output" / name).write_bytes(content)
+    Intents(job.checkpoints / "00001").add({name: xxhash.xxh3_128_hexdigest(content)})
     job.reshard(2, 1, dry_run=True)
     assert (job.folder / "output" / name).exists()
     if killed:

@@ -16,14 +16,14 @@ import pytest
 from datatrove.pipeline.inference.run_inference import InferenceRunner as Theirs
 
 import datatrove_ckpt
-from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.commands import Command
 from tests.data.scripts.two_stages import LONGEST
-from tests.datatrove_job import SIZE, make_writer, rollout, text_of, write_input
+from tests.datatrove_job import text_of, write_input
 from tests.jobs import rejects, runner
 from tests.patience import until
 
@@ -126,17 +126,6 @@ def test_what_an_executor_depends_on_comes_first_and_a_number_takes_a_later_one(
     assert "only --main=" in command("status", "job.py", "--executor.tasks=4", code=2).err
 
 
-def test_the_executor_that_a_folder_belongs_to_takes_it_over(script: Any, command: Command) -> None:
-    """As the refusal names the command: without a number."""
-    script('make("a").run()\nmake("b").run()\nmake("c").run()\n')
-    for folder, taken in (("b/checkpoints", "2: b"), ("copied", "1: a")):
-        Path(folder).mkdir(parents=True)
-        said = command("migrate", "job.py", "--from", folder, code=2).err
-        assert f"job.py: --executor={taken}/checkpoints\n" in said
-    said = command("migrate", "job.py", "--from", "b/checkpoints", "--executor=3", code=2).err
-    assert "job.py: --executor=3: c/checkpoints\n" in said
-
-
 def test_arguments_of_main_that_do_not_work_are_named(script: Any, command: Command) -> None:
     script('if __name__ == "__main__":\n    sys.exit(2)\n')
     assert "not 1. It ended by itself: 2." in command("status", "job.py", "--main=b", code=2).error
@@ -169,10 +158,7 @@ def test_a_script_stands_for_its_run_in_each_command(here: Path, script: Any, co
         assert "is finished" in command("reshard", *words, "--tasks", "2", code=2).error
         (here / "a/output").rename(here / "moved")
         path.write_text(path.read_text().replace('f"{name}/output"', '"moved"'))
-        assert "Done. Run the pipeline with" in command("relocate", *words)
-        path.write_text(path.read_text().replace('"moved"', 'f"{name}/output"').replace("content", "x"))
-        said = command("fork", "a/checkpoints", "job.py", "--main=new")
-        assert f"Made {here}/new/checkpoints. Start the new run: python job.py new" in said
+        assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
         assert not (here / "ran").exists()
 
 
@@ -226,39 +212,9 @@ def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: C
         there.mkdir()
         shutil.copytree(here / "checkpoints", there / "checkpoints")
         shutil.copytree(here / "output", there / "output")
-        assert datatrove_ckpt.relocate(executor(runner(there, server), 2), dry_run=True).old == [str(here / "output")]
-        (there / "output" / "00000_chunk_00000.jsonl").rename(there / "lost")
-        assert datatrove_ckpt.relocate(executor(runner(there, server), 2)).obstacles
-        (there / "lost").rename(there / "output" / "00000_chunk_00000.jsonl")
-        datatrove_ckpt.relocate(executor(runner(there, server), 2))
         executor(runner(there, server), 2).run()
         assert outputs_of(there / "output") == Counter(f"id {n}" for n in range(18))
         assert server.asked.total() == 2
-
-        new = executor(runner(here / "new", server, ask_more), 2)
-        assert datatrove_ckpt.fork(new, there / "checkpoints", dry_run=True).committed == 0
-        assert datatrove_ckpt.fork(new, there / "checkpoints").ranks == 2
-        new.run()
-        assert server.asked.total() == 2 + 18
-        with pytest.raises(ConfigError, match="LocalPipelineExecutor: tasks: 2 -> 3"):
-            datatrove_ckpt.fork(executor(runner(here / "third", server, ask_more), 3), there / "checkpoints")
-
-
-def test_the_call_takes_over_a_run_of_datatroves(here: Path, command: Command) -> None:
-    shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
-    with FakeServer() as server:
-        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
-        step = InferenceRunner(
-            rollout, config, make_writer(here), checkpoints_local_dir=str(here / "checkpoints"), records_per_chunk=SIZE
-        )
-        would = datatrove_ckpt.migrate(executor(step), lacking_are_dropped=True, dry_run=True)
-        assert not (here / "checkpoints/00000/run.json").exists()
-        found = datatrove_ckpt.migrate(executor(step), "checkpoints", lacking_are_dropped=True)
-        assert [chunk.finished for chunk in found.ranks[0].chunks] == [True, True, False]
-        assert found.to_json()["ranks"] == would.to_json()["ranks"]
-        executor(step).run()
-        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
-    assert outputs_of(here / "output") == Counter(f"id {n}" for n in range(11) if "dropped" not in text_of(n))
 
 
 OF_CLASSES = """
@@ -284,12 +240,13 @@ def context(suffix):
 step = InferenceRunner(
     Ask(WORDS),
     InferenceConfig("endpoint", "fake", endpoint_url="URL"),
-    make_writer(Path()),
-    checkpoints_local_dir="checkpoints",
+    make_writer(Path("new")),
+    checkpoints_local_dir="new/checkpoints",
     records_per_chunk=SIZE,
+    finished_from=["output", "checkpoints"],
     shared_context=partial(context, suffix=""),
 )
-executor = LocalPipelineExecutor([JsonlReader("input"), step], logging_dir="logs")
+executor = LocalPipelineExecutor([JsonlReader("input"), step], logging_dir="new/logs")
 if __name__ == "__main__":
     executor.run()
 """
@@ -299,11 +256,14 @@ def test_a_script_that_is_imported_is_the_run_that_it_starts(here: Path, script:
     shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
     with FakeServer() as server:
         script(OF_CLASSES.replace("URL", server.url))
-        command("migrate", "job.py", "checkpoints", "--lacking-are-dropped")
         path = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
         ended = processes.run([sys.executable, "job.py"], cwd=here, env=path)
         assert ended.returncode == 0, ended.stderr
-        assert [text.split(" answer")[0] for text in server.asked] == ["first text 10 twice", "second text 10 twice"]
+        assert {text.split(" answer")[0] for text in server.asked} == {
+            "first text 5 dropped",
+            "first text 10 twice",
+            "second text 10 twice",
+        }
         assert "no problem" in command("verify", "job.py", "--full")
 
 
@@ -330,19 +290,19 @@ def test_a_script_of_datatroves_that_was_killed_is_taken_over(here: Path) -> Non
         path.write_text(text.replace(Theirs.__module__, "datatrove_ckpt"))
         refused = processes.run(start, cwd=here)
         assert refused.returncode == 1
-        assert server.url not in "".join(re.findall("datatrove-ckpt migrate.*", refused.stderr))
-        (named,) = {*re.findall(r"datatrove-ckpt (migrate job.py \S+ \S+ --main=ARGUMENTS)", refused.stderr)}
-        words = shlex.split(named.replace("ARGUMENTS", f"'{server.url} out'"))
-        migrated = processes.run([sys.executable, "-m", "datatrove_ckpt", *words], cwd=here)
-        assert "2 ranks: 14 documents kept, 0 documents processed again" in migrated.stdout, migrated.stderr
-        assert f"To continue: python job.py {server.url} out" in migrated.stdout
+        assert server.url not in refused.stderr
+        (named,) = {*re.findall(r"set finished_from: \[(\S+), OUTPUT\]", refused.stderr)}
+        assert Path(named) == here / "out/checkpoints"
         assert server.asked == asked
         assert not (here / "out/done").exists()
 
-        ended = processes.run(start, cwd=here)
+        new = text.replace(Theirs.__module__, "datatrove_ckpt")
+        new = new.replace("records_per_chunk=4,", 'records_per_chunk=4,\n                finished_from="out",')
+        path.write_text(new)
+        ended = processes.run([*start[:-1], "new"], cwd=here)
         assert ended.returncode == 0, ended.stderr
-        assert (here / "out/done").exists()
-        assert outputs_of(here / "out/answers") == Counter(f"id {n}" for n in short)
+        assert (here / "new/done").exists()
+        assert outputs_of(here / "new/answers") == Counter(f"id {n}" for n in short)
         again = [question for question in asked if server.asked[question] > 1]
         assert len(again) == 6  # those that were in flight
         assert server.asked.total() == len(short) + 6

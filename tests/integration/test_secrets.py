@@ -77,11 +77,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def refusing_port() -> int:
+    """Nothing listens there, and no other process gets the port while this process lives."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port: int = bound.getsockname()[1]
+    bound.detach()
+    return port
 
 
 def echo(status: int) -> Reply:
@@ -123,7 +125,7 @@ async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
     """The config of an endpoint that fails in this layer."""
     url, reply = LAYERS[layer]
     async with serving(reply or never) as (_, base):
-        url = url.replace("PORT", base.rpartition(":")[2]).replace("FREE", str(free_port()))
+        url = url.replace("PORT", base.rpartition(":")[2]).replace("FREE", str(refusing_port()))
         url = url.replace("SCHEME", "http") + "/?code=${CODE}"
         if user:
             os.environ["AUTHORITY"] = f"me:{quote(PASSWORD, safe='')}@{url.partition('//')[2].partition('/')[0]}"
@@ -239,7 +241,7 @@ def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
 
 
 async def test_a_proxy_with_a_password_is_not_shown(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{free_port()}")
+    monkeypatch.setenv("http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{refusing_port()}")
     with pytest.raises(Exception, match="ClientProxyConnectionError") as caught:
         async with endpoint("silent", False) as config:
             await complete(config)
@@ -309,7 +311,7 @@ except OSError:
 
 
 def test_a_failure_of_the_hub_does_not_show_its_token() -> None:
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_TOKEN": KEY}
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{refusing_port()}", "HF_TOKEN": KEY}
     said = subprocess.run([sys.executable, "-c", HUB], env=environment, capture_output=True, text=True, check=True)
     assert "FileSystemFailed: ConnectError: [Errno 111] Connection refused" in said.stderr
     assert KEY not in said.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-import shlex
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,20 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from datatrove.io import DataFolder
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import in_short_words, make_executor, read_config
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation import rank as rank_module
+from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
@@ -65,12 +71,20 @@ def expanded(*overrides: str, **settings: Any) -> dict[str, Any]:
 
 def test_every_setting_goes_where_it_belongs() -> None:
     found = expanded(
-        "--limit=2", "--max-tokens=60", "--pipeline.1.drain_seconds=3", max_concurrent_generations=8, keep_answers=True
+        "--limit=2",
+        "--max-tokens=60",
+        "--pipeline.1.drain_seconds=3",
+        max_concurrent_generations=8,
+        keep_answers=True,
+        finished_from=["old/output", "old/${rank}"],
+        answers_from="old/checkpoints",
     )
     assert found["reader"]["init_args"]["limit"] == 2
     assert found["runner"]["config"]["default_generation_params"] == {"max_tokens": 60}
     assert found["runner"]["config"]["max_concurrent_generations"] == 8
     assert (found["runner"]["keep_answers"], found["runner"]["drain_seconds"]) == (True, 3)
+    assert found["runner"]["finished_from"] == ["old/output", "old/${rank}"]
+    assert found["runner"]["answers_from"] == "old/checkpoints"
     assert (found["tasks"], found["logging_dir"]) == (1, "runs/x/logs")
 
 
@@ -491,11 +505,60 @@ def test_words_of_the_long_form_become_those_of_the_short_one(long: str, short: 
     assert "job.yaml: job.yaml: " not in found
 
 
-def test_a_moved_run_folder_goes_on_with_the_command_that_is_printed(job: dict[str, Any], command: Command) -> None:
+SETTINGS = sorted(
+    {"executor", "InferenceConfig", "InferenceRunner", "pipeline[1] JsonlReader", "an adapter", "class_path"}.union(
+        *(signature(one).parameters for one in (InferenceRunner, InferenceConfig, LocalPipelineExecutor)),
+        *(signature(one).parameters for one in (JsonlReader, JsonlWriter)),
+    )
+)
+
+
+def shown(text: str, cause: Exception | None) -> str:
+    """The message of an error with this cause, in the words of the short form."""
+    try:
+        raise CkptError(text) from cause
+    except CkptError as error:
+        return with_config(in_short_words(str(error), "job.yaml"), ["job.yaml"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_path_and_an_error_with_the_name_of_a_setting_come_out_as_they_went_in(name: str) -> None:
+    path = name.replace(" ", "_")
+    for text in (f"/here/{path}", f"{path}/a.jsonl", f"s3://{path}/a", f"--input={path}/a", f"'{name}'", f'"{name}"'):
+        assert shown(f"input: {text}: there is no file", None) == f"input: {text}: there is no file"
+    for cause in (KeyError(f"{name} of x"), ValueError(f"{name}: bad\nin {name}."), ValueError(name)):
+        text = f"Document 1 failed: {error_text(cause)}, in job.py"
+        assert shown(text, cause) == text
+        assert shown(text, DocumentFailed(text, None, str(cause))) == text, "as a worker process sends it"
+
+
+@pytest.mark.parametrize("name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"])
+def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder: Path, command: Command, name: str) -> None:
+    job = {"prompt": "Say {text}", "model": "m", "endpoint": "http://x", "run_folder": "runs/y"}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in job.items()]
+    said = command("run", f"--input={name}/missing.jsonl", *flags, code=2).error
+    assert f"{folder}/{name}" in said
+    with pytest.raises(ConfigError, match=f"{folder}/{name}"):
+        datatrove_ckpt.run(input=f"{name}/missing.jsonl", **job)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_rollout_has_raised_is_quoted_word_for_word(
+    folder: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    raised = " of ".join(SETTINGS)
+    Path("raises_names.py").write_text(f"async def ask(document, generate):\n    raise ValueError({raised!r})\n")
+    monkeypatch.syspath_prepend(folder)
+    job = {**JOB, "endpoint": server.url, "rollout": "raises_names.ask"}
+    del job["prompt"]
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    said = command("run", "job.yaml", f"--executor.workers={workers}", code=1).error
+    assert f"failed: ValueError: {raised}, in raises_names.py, line 2 (ask)" in said
+
+
+def test_a_moved_run_folder_goes_on(job: dict[str, Any], command: Command) -> None:
     Path("runs/x").rename("runs/my x")
     moved = ["job.yaml", "--run-folder=runs/my x"]
-    (again,) = re.findall(r"copied: datatrove-ckpt (relocate .*)\)\n", command("run", *moved, code=1))
-    command(*shlex.split(again))
     assert "3 of 3 documents" in command("run", *moved)
     command("verify", "runs/my x", "--full")
 

@@ -75,11 +75,9 @@ def test_output_of_every_kind_is_shown(kind: str, tmp_path: Path, server: FakeSe
 
 def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) -> None:
     runner(tmp_path, counting).run(documents(12))
-    assert ids(show("--longest", "--n", 3)) == ["id 11", "id 10", "id 9"]
     assert ids(show("--id", "id 1")) == ["id 1"], "as a whole: not id 10"
     assert ids(show("--grep", "TEXT 1")) == ["id 1", "id 10", "id 11"]
     assert ids(show("--grep", "so so so so so so so so so so so")) == ["id 11"], "in an answer"
-    assert ids(show("--grep", "text", "--longest", "--n", 1)) == ["id 11"]
     assert show("--id", "none", code=1).out == "There is no such document in the output files, so far.\n"
 
 

@@ -290,7 +290,7 @@ AHEAD = 3600.0
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """``status --watch`` in a terminal of 110 columns and 24 lines."""
-    words = ("status", "checkpoints", "--watch", "--interval", "0.05")
+    words = ("status", "checkpoints", "--watch")
     with Terminal(110, 24) as terminal, on_terminal(terminal, folder, *words) as process:
         yield terminal, process
 

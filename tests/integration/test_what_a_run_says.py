@@ -214,7 +214,8 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here: Path, comman
         said = command("run", "job.yaml", "--pipeline.1.retry_errors=true").out
     assert "Skipped: 1 damaged line. In 2 attempts of 1 task, at least " in said
     assert (
-        " requests were sent, 1 of them again. Checked: 1 output file by name and size and 1 input file by size" in said
+        " requests were sent, 1 of them again. Checked: 1 output file by name, size and time of change and 1 input "
+        "file by size" in said
     )
     assert "none is gone or changed. To check the files: " in said
     stats = json.loads((here / "logs" / "stats.json").read_text())[1]["stats"]

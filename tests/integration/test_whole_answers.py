@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, OutputFailed, ServerRefused
-from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, of_several, way_to
+from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, ServerRefused
+from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, as_asked, way_to
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
@@ -75,31 +74,22 @@ def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_pat
         assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_ids_and_models_are_written_like_the_text_on_request(whole: FakeServer, tmp_path: Path, is_whole: bool) -> None:
+def test_a_rollout_can_write_the_id_and_the_model_of_an_answer(whole: FakeServer, tmp_path: Path) -> None:
     """Also those of answers that were cached before a kill."""
-    if not is_whole:
-        whole.message, whole.logprobs = {}, None
-    asked = QUESTION if is_whole else {}
 
     async def ask(document: Document, generate: Any) -> object:
-        chat = {"messages": [{"role": "user", "content": document.text}], **asked}
-        first, second = await generate(chat), await generate({**chat, "seed": 1})
-        return [pickle.loads(pickle.dumps(first)), second]
+        chat = {"messages": [{"role": "user", "content": document.text}], **QUESTION}
+        answers = [await generate(chat), await generate({**chat, "seed": 1})]
+        document.metadata["ids"] = [[answer.response_id, answer.model] for answer in answers]
+        return answers[0]
 
-    config, budget = {"write_response_ids": True}, Budget()
+    budget = Budget()
     whole._status, budget.left = budget, 3
     with pytest.raises(CkptError):
-        runner(tmp_path, whole, ask, config=config).run(documents(3))
-    budget.left = 99
-    runner(tmp_path, whole, ask, config=config).run(documents(3))
-    fields = ["text", "finish_reason", "usage", "reasoning", *["tool_calls", "logprobs", "choices"] * is_whole]
-    for row in rows(tmp_path):
-        for result in row["metadata"]["rollout_results"][0]:
-            assert list(result) == [*fields, "response_id", "model"]
-            assert (result["response_id"], result["model"]) == ("fake", "")  # it does not say its model
-    with pytest.raises(CheckpointMismatch, match="write_response_ids"):
         runner(tmp_path, whole, ask).run(documents(3))
+    budget.left = 99
+    runner(tmp_path, whole, ask).run(documents(3))
+    assert [row["metadata"]["ids"] for row in rows(tmp_path)] == [[["fake", ""], ["fake", ""]]] * 3  # it names no model
 
 
 def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
@@ -255,7 +245,7 @@ def _with_choices(*choices: dict[str, Any]) -> bytes:
     ],
 )
 def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, Any]], error: str | None) -> None:
-    parse = of_several(CHAT, 2).parse
+    parse = as_asked(CHAT, {"n": 2}).parse
     if error is None:
         assert len(parse(_with_choices(*choices)).choices) == 2
     else:
@@ -264,7 +254,7 @@ def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, A
 
 
 def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
-    found = of_several(CHAT, 2).parse(_with_choices({"index": 0}, {"index": 1, "finish_reason": None}))
+    found = as_asked(CHAT, {"n": 2}).parse(_with_choices({"index": 0}, {"index": 1, "finish_reason": None}))
     assert found.finish_reason is None
 
 
@@ -330,6 +320,106 @@ def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) 
     server.most_choices = 1
     with pytest.raises(ServerRefused, match="the server ignores n"):
         runner(tmp_path, server, ask).run(documents(1))
+
+
+ENDED = {"finish_reason": "tool_calls"}
+CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "payload", "wrong"),
+    [
+        ({"message": {"content": None}, **ENDED}, {}, "has no tool_calls"),
+        ({"message": {"content": None, "tool_calls": None}, **ENDED}, {}, "has no tool_calls"),
+        ({"message": {"content": "", "tool_calls": []}, **ENDED}, {}, "has no tool_calls"),
+        ({"message": {"content": None, "tool_calls": "look()"}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"content": None, "tool_calls": CALL}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"content": None, "tool_calls": [None]}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"content": None, "tool_calls": ["look"]}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED}, {}, "tool_calls are not"),
+        ({"message": {"content": "a", "tool_calls": [{"function": {"name": 1}}]}}, {}, "tool_calls are not"),
+        ({"message": {"content": ""}}, {"tool_choice": "required"}, "tool_choice 'required'"),
+        ({}, {"logprobs": True}, "asks for logprobs"),
+        ({"logprobs": None}, {"logprobs": True}, "asks for logprobs"),
+        ({"logprobs": {"content": None}}, {"logprobs": True}, "asks for logprobs"),
+        ({"message": {"content": "a", "tool_calls": None}}, {}, ""),
+        ({"message": {"content": "a", "tool_calls": []}}, {}, ""),
+        ({"message": {"content": "", "tool_calls": []}}, {"tool_choice": "auto"}, ""),  # the model has nothing to say
+        ({"message": {"content": "<tool_call>{"}, **ENDED}, {}, ""),  # SGLang's, of a call that it can't parse
+        ({"message": {"content": None, "tool_calls": [CALL]}}, {"tool_choice": "required"}, ""),
+        ({"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}, {}, ""),
+        ({"message": {"content": ""}, "finish_reason": "length"}, {"tool_choice": "required"}, ""),
+        ({"message": {"content": "", "refusal": "no"}, "logprobs": None}, {"logprobs": True}, ""),
+        ({"message": {"content": ""}, "logprobs": None}, {"logprobs": True}, ""),
+        ({"logprobs": LOGPROBS}, {"logprobs": True, "n": 1}, ""),
+        ({}, {"logprobs": False}, ""),
+    ],
+)
+def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(
+    choice: dict[str, Any], payload: dict[str, Any], wrong: str
+) -> None:
+    parse = as_asked(CHAT, payload).parse
+    if wrong:
+        with pytest.raises(RetryableError, match=wrong):
+            parse(_with_choices(choice))
+    else:
+        assert parse(_with_choices(choice)).response_id == ""
+
+
+@pytest.mark.parametrize(("logprobs", "asked"), [({"tokens": ["a"]}, 3), ({"content": [{}]}, 1), (None, 0)])
+def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked: int) -> None:
+    """llama.cpp gives none for 0."""
+    choice = {"text": "a", "finish_reason": "stop", "logprobs": logprobs}
+    parse = as_asked(COMPLETIONS, {"logprobs": asked}).parse
+    assert parse(orjson.dumps({"choices": [choice]})).text == "a"
+    with pytest.raises(RetryableError, match="asks for logprobs"):
+        as_asked(COMPLETIONS, {"logprobs": 1}).parse(orjson.dumps({"choices": [{**choice, "logprobs": None}]}))
+
+
+def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
+    server: FakeServer, tmp_path: Path, log: list[str]
+) -> None:
+    async def ask(document: Document, generate: Any) -> object:
+        messages = [{"role": "user", "content": document.text}]
+        return (await generate({"messages": messages, "logprobs": True})).logprobs
+
+    server._answer = lambda payload, times: _with_logprobs_at_last(server, times)
+    runner(tmp_path, server, ask).run(documents(1))
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [LOGPROBS]
+    assert len(server.payloads) == 2
+    server.logprobs = None
+    server._answer = lambda payload, times: "hi"
+    with pytest.raises(CkptError, match="asks for logprobs, and the answer has none"):
+        runner(tmp_path / "never", server, ask, config={"server_patience_seconds": 0.5}).run(documents(1))
+
+
+def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
+    server.logprobs = LOGPROBS if times else None
+    return "hi"
+
+
+@pytest.mark.parametrize("first_call", [0, 1, 2, 3])
+def test_chunks_have_one_schema_whenever_the_first_tool_call_comes(
+    server: FakeServer, tmp_path: Path, first_call: int
+) -> None:
+    import pyarrow.dataset
+    import pyarrow.parquet
+
+    async def ask(document: Document, generate: Any) -> object:
+        calls = int(document.id[-1]) >= first_call
+        server.message = {"tool_calls": [CALL]} if calls else {"tool_calls": []}
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        return await generate({"messages": [{"role": "user", "content": document.text}], "tools": [tool]})
+
+    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
+    config = {"max_concurrent_documents": 1}
+    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(documents(3))
+    files = [str(file) for file in sorted((tmp_path / "output").iterdir())]
+    assert len({str(pyarrow.parquet.read_schema(file).field("metadata").type) for file in files}) == 1
+    found = pyarrow.dataset.dataset(files).to_table().to_pylist()
+    calls = [row["metadata"]["rollout_results"][0]["tool_calls"] for row in found]
+    assert [bool(each) for each in calls] == [number >= first_call for number in range(3)]
 
 
 def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:

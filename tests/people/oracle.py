@@ -60,13 +60,11 @@ def check_success(
     checkpoints: Path,
     terminal: str,
     requests: tuple[int, int],
-    replaced: dict[Path, bytes],
     exact_tokens: bool,
 ) -> None:
     """What exit code 0 of a run promises.
 
     Args:
-        replaced: what files held before others of their size were put in their place, which no run sees.
         exact_tokens: whether all answers had counts of tokens.
         requests: fewest and most requests that the closing line may say.
 
@@ -75,7 +73,7 @@ def check_success(
     """
     if expected.impossible:
         raise Failure("impossible", f"exit code 0, although {expected.impossible}\n{_last_line(terminal)}")
-    written = _documents(output, replaced)
+    written = _documents(output)
     dead = _dead_letters(checkpoints)
     try:
         _check_documents(expected, written, dead)
@@ -96,17 +94,6 @@ def check_verify(expected: Expected, ended: Ended) -> None:
     true = len(expected.rows), *(len(expected.ids(outcome)) for outcome in ("written", "dropped", "dead"))
     if said is None or tuple(map(int, said.groups())) != true:
         raise Failure("verify", f"the truth is {true}\n{_tail(ended.terminal)}")
-
-
-def check_replaced(replaced: dict[Path, bytes], ended: Ended) -> None:
-    """What ``verify --full`` must say if files were replaced by others of their size.
-
-    Raises:
-        Failure: it does not name one of them.
-    """
-    unnamed = [path.name for path in replaced if path.name not in ended.terminal]
-    if replaced and (ended.code != 1 or unnamed):
-        raise Failure("replaced", f"exit code {ended.code}, not found: {_few(unnamed)}\n{_tail(ended.terminal)}")
 
 
 def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]) -> None:
@@ -166,10 +153,10 @@ def _check_numbers(
         raise Failure("unread lines", f"{expected.unread_lines} lines hold no document; the closing line does not say")
 
 
-def _documents(output: Path, replaced: dict[Path, bytes]) -> list[dict[str, Any]]:
+def _documents(output: Path) -> list[dict[str, Any]]:
     found = []
     for path in _files(output):
-        for line in (replaced.get(path) or path.read_bytes()).splitlines():
+        for line in path.read_bytes().splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:

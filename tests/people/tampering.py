@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.people.operations import action
-from tests.people.oracle import Failure
 from tests.people.world import World
 
 
@@ -43,18 +42,12 @@ def mix_up_output_files(world: World, chance: random.Random) -> str:
 
 @action()
 def replace_output_file(world: World, chance: random.Random) -> str:
-    """By one of the same size: only ``verify --full`` sees that, and then ``repair --full`` has it made again."""
-    files = world.output_files()
-    if not files:
-        return ""
-    path = chance.choice(files)
-    before = path.read_bytes()
-    after = before.replace(b"doc-", b"cod-", 1)
-    if before == after:
-        return ""
-    world.history.replaced[path] = world.history.hidden.get(path, before), after
-    path.write_bytes(after)
-    return f"replace {_name(world, path)} by a file of its size"
+    """By one of the same size."""
+
+    def replace_id(path: Path) -> None:
+        path.write_bytes(path.read_bytes().replace(b"doc-", b"cod-", 1))
+
+    return _touch_output(world, chance, "change an id in", replace_id)
 
 
 @action(weight=1)
@@ -62,8 +55,6 @@ def repair_full(world: World, chance: random.Random) -> str:
     if not world.checkpoints.exists():
         return ""
     ended = world.command(["repair", "checkpoints", "--full", "--logging-dir", "logs"])
-    if ended.code == 0 and world.history.has_finished and (hidden := world.history.hidden):
-        raise Failure("replaced", f"repair --full leaves {sorted(path.name for path in hidden)}\n{ended.terminal}")
     return f"repair --full: exit {ended.code}"
 
 

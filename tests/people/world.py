@@ -15,7 +15,7 @@ from typing import Self
 from tests.people.commands import Commands, Ended, Running
 from tests.people.endpoint import Endpoint
 from tests.people.inputs import LEAVES, UNWRITABLE, Expected, InputFile, Row, expected, write_inputs
-from tests.people.oracle import Failure, check_end, check_replaced, check_success
+from tests.people.oracle import Failure, check_end, check_success
 from tests.people.settings import BY_LANGUAGE, BY_RANK, NOWHERE, Settings, job_yaml
 
 LIMIT = 300.0  # seconds that a command may take, on a busy machine
@@ -73,7 +73,6 @@ class History:
         node_lost: the checkpoints are on the mirror only.
         exact_tokens: all answers had counts of tokens.
         older_texts: other texts that documents may have, by id: they were edited in a way that no run sees.
-        replaced: files of the output that were replaced in a way that no run sees: what they held, and what they hold.
         requests_before: requests to the endpoint before.
     """
 
@@ -86,17 +85,7 @@ class History:
     node_lost: bool = False
     exact_tokens: bool = True
     older_texts: dict[str, set[str]] = field(default_factory=dict)
-    replaced: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
     requests_before: int = 0
-
-    @property
-    def hidden(self) -> dict[Path, bytes]:
-        """What the files held that still are others of the same size."""
-        return {
-            path: before
-            for path, (before, after) in self.replaced.items()
-            if path.exists() and path.read_bytes() == after
-        }
 
 
 class World:
@@ -299,16 +288,12 @@ class World:
                 least, most = truth.requests
                 if self.history.disturbed:
                     most = self.endpoint.requests - self.history.requests_before
-                hidden = self.history.hidden
-                if hidden:
-                    check_replaced(hidden, self._start(["verify", "checkpoints", "--full"]).wait(LIMIT))
                 check_success(
                     truth,
                     self.output,
                     self.checkpoints,
                     end.terminal,
                     (min(least, most), most),
-                    hidden,
                     self.history.exact_tokens,
                 )
             elif end.code is not None and end.code < 0 and not may_be_killed:

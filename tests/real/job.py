@@ -38,9 +38,9 @@ def log_event(kind: str, name: str) -> None:
     os.close(descriptor)
 
 
-async def post(transport: Any, body: Any, model: str) -> bytes:
+async def post(transport: Any, body: Any, *others: Any) -> bytes:
     log_event("asked", orjson.loads(body)["user"])
-    return await _post(transport, body, model)
+    return await _post(transport, body, *others)
 
 
 _post, client.post = client.post, post

@@ -27,8 +27,12 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.inference.client import plain, transport
+from datatrove_ckpt.inference.client import body as body_limits
+from datatrove_ckpt.inference.client import client as client_module
+from datatrove_ckpt.inference.client import plain as plain_transport
+from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -572,6 +576,77 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
         assert server.connections == 4
 
 
+async def turns() -> None:
+    """What was sent until now is read by then."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("first", ["own", "extra"])
+@pytest.mark.parametrize("moment", ["with it", "after it", "after the next request"])
+async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
+    first: str, moment: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_transport, "QUIET", 0.2)
+    wrong_at = 2 if moment == "after the next request" else 1
+
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        own, extra = http(200, chat(server.requests[-1][1].decode())), http(200, chat("extra"))
+        if len(server.requests) != wrong_at:
+            writer.write(own)
+        elif moment == "with it":
+            writer.write(own + extra if first == "own" else extra + own)
+        else:
+            writer.write(own if first == "own" else extra)
+            await turns()
+            writer.write(extra if first == "own" else own)
+
+    async with talking(reply) as (server, client, _):
+        answers = [(await client.complete(b"%d" % number)).text for number in range(5)]
+        assert answers == ["0", "1", "2", "3", "4"]
+        assert len(server.requests) == 6
+        assert server.connections == 7 - wrong_at  # one for each request from then on
+    assert "".join(log).count("has sent an answer without a request") == 1
+
+
+def numbered(content: str) -> bytes:
+    return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
+
+
+async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(log: list[str]) -> None:
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        number = int(server.requests[-1][1])
+        writer.write(http(200, numbered(f"{1 if len(server.requests) == 3 else number}")))
+
+    async with talking(reply) as (server, client, _):
+        answers = [(await client.complete(b"%d" % number)).text for number in range(5)]
+        assert answers == ["0", "1", "2", "3", "4"]
+        assert len(server.requests) == 6
+    assert "".join(log).count("has sent an answer without a request") == 1
+
+
+async def test_an_answer_about_a_picture_sent_once_more_is_not_the_answer_about_the_next(log: list[str]) -> None:
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        number = len(server.requests)
+        writer.write(http(200, numbered(str(2 if number == 3 else number))))
+
+    async with talking(reply) as (server, client, _):
+        pictures = [Body([b'{"text":"', b'"}'], [b"%d" % number]) for number in range(3)]
+        assert [(await client.complete(picture)).text for picture in pictures] == ["1", "2", "4"]
+        assert len(server.requests) == 4
+
+
+async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers() -> None:
+    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(http(200, numbered("yes")))
+
+    async with talking(reply) as (server, client, _):
+        for number in range(5):
+            assert (await client.complete(b"%d" % number)).text == "yes"
+        assert len(server.requests) == 5
+        assert server.connections == 1
+
+
 async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
     writers: list[asyncio.StreamWriter] = []
     async with talking(right(writers)) as (server, client, _):
@@ -581,16 +656,61 @@ async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_
         assert server.connections == 2
 
 
-@pytest.mark.parametrize("limit", [1 << 28, 10])
+@pytest.mark.parametrize("limit", [1 << 28, 300_000])
 def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
-    monkeypatch.setattr(plain, "MAX_BODY_BYTES", limit)
-    body = chat() if limit == 10 else gzip.compress(bytes(1 << 20))
-    encoding = ["Content-Encoding: gzip"] if limit > 10 else []
+    monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
+    monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", limit)
+    body = chat("x" * 400_000) if limit == 300_000 else gzip.compress(bytes(1 << 20))
+    encoding = ["Content-Encoding: gzip"] if limit > 300_000 else []
     outcome = Outcome(answer(http(200, body, *encoding)), server_patience_seconds=1.0)
     assert isinstance(outcome.result, ServerUnavailable)
     assert ("compressed, which was not requested" if encoding else "the body is longer than") in str(outcome.result)
     assert b"\r\nAccept-Encoding: identity\r\n" in outcome.server.requests[0][0]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_answered(
+    is_chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
+    body = chat("x" * 20_000)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    pieces = [body[:10_000], body[10_000:]]
+    if is_chunked:
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
+    most = 0
+
+    async def large(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        nonlocal most
+        for piece in (head + pieces[0], b"".join(pieces[1:])):
+            writer.write(piece)
+            await asyncio.sleep(0.02)  # each half has arrived, or was refused
+            most = max(most, sum(LargeAnswer._sizes.values()))
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0.02)
+
+    async with talking(large, sleep=sleep) as (_, client, _), asyncio.timeout(30):
+        answers = await asyncio.gather(*(client.complete(BODY) for _ in range(8)))
+        assert [len(str(one.text)) for one in answers] == [20_000] * 8
+        assert client.stats.errors == {"connection": client.stats.retries}
+        assert client.stats.retries >= 1
+    assert 20_000 < most <= 50_000 + len(body)  # the oldest may be whole beside what the limit holds
+    assert LargeAnswer._sizes == {}
+
+
+def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 60_000)
+    monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
+    oldest, beside, too_long, small = LargeAnswer(), LargeAnswer(), LargeAnswer(), LargeAnswer()
+    assert not oldest.refusal(40_000)
+    assert beside.refusal(30_000).startswith("2 large answers arrive at one time")
+    assert too_long.refusal(70_000) == "the body is longer than 60000 bytes"
+    assert not small.refusal(10_000)
 
 
 async def test_a_slot_is_free_while_its_request_sleeps() -> None:
@@ -698,6 +818,34 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)
+
+
+async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the_same_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        serving(answer(http(200, chat("wrong")))) as (_, first),
+        serving(answer(http(200, chat("right")))) as (_, second),
+        CompletionClient(config(), [], None) as client,
+    ):
+        target = client.add()
+        client.mark_up(target, first, None)
+        given_up = asyncio.Event()
+
+        async def posted_too_late(*request: Any) -> Any:
+            raw = await transport.post(*request)
+            if not given_up.is_set():
+                client.router.mark_dead(target, "stopped")  # its cancellation comes with the next turn
+                given_up.set()
+            return raw
+
+        monkeypatch.setattr(client_module, "post", posted_too_late)
+        asking = asyncio.create_task(client.complete(BODY))
+        await given_up.wait()
+        await client.disconnect(target)
+        client.mark_up(target, second, None)
+        assert (await asking).text == "right"
+        assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
 
 
 async def test_hundreds_of_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(

@@ -129,12 +129,12 @@ texts = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
     lambda inner: st.lists(inner) | st.dictionaries(texts | st.just("$py"), inner),
-    max_leaves=20,
+    max_leaves=8,
 )
 
 
 @settings(max_examples=30)
-@given(texts, st.dictionaries(texts, plain))
+@given(texts, st.dictionaries(texts, plain, max_size=4))
 def test_any_plain_document_comes_back_equal(text: str, metadata: dict[str, Any]) -> None:
     document = Document(text, "id", metadata=metadata)
     assert decode(encode(document)) == document
@@ -247,8 +247,8 @@ def check_finished(document: Document) -> bytes:
     return data
 
 
-@settings(max_examples=60)
-@given(texts, st.lists(results), st.dictionaries(texts | st.just("$py"), plain))
+@settings(max_examples=30)
+@given(texts, st.lists(results, max_size=3), st.dictionaries(texts | st.just("$py"), plain, max_size=4))
 def test_the_line_of_a_finished_document_is_what_the_writer_writes(
     text: str, found: list[InferenceResult], metadata: dict[str, Any]
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +70,3 @@ def test_a_config_object_of_datatroves_runs(tmp_path: Path, server: FakeServer) 
     assert {payload["max_tokens"] for payload in server.payloads} == {5}
     lines = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["metadata"]["rollout_results"]) for line in lines] == [2, 2, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.real_process
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("datatrove_ckpt.slurm", "JobIds"),
-        ("datatrove_ckpt.cli", "QuietErrors"),
-        ("datatrove_ckpt.cli.quiet_errors", "QuietErrors"),
-        ("datatrove_ckpt.config", "Secret"),
-    ],
-)
-def test_a_class_that_an_older_version_pickled_is_found_where_it_was(module: str, name: str) -> None:
-    """A queued Slurm task loads, in its own process, the executor that was pickled when it was submitted."""
-    code = f"import pickle; print(pickle.loads(b'c{module}\\n{name}\\n.').__module__)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found in (
-        "datatrove_ckpt.cli.slurm_submit",
-        "datatrove_ckpt.process.task_errors",
-        "datatrove_ckpt.redaction",
-    )

@@ -26,6 +26,8 @@ from datatrove_ckpt.readers import (
     ParquetReader,
     Reading,
     SeekingReader,
+    input_errors,
+    jsonl,
     position_state,
 )
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -160,6 +162,19 @@ def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_pa
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": 5, "id": "five"}\n')
     with pytest.raises(DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"):
         texts(JsonlReader(str(tmp_path)))
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, seed: int | None
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
+    monkeypatch.setattr(input_errors.read_line, "__defaults__", (2**21,))
+    name = f"a.jsonl.{suffix}".rstrip(".")
+    (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**24)))
+    with pytest.raises(InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"):
+        texts(JsonlReader(str(tmp_path), shuffle_seed=seed))
 
 
 # Damaged files ---------------------------------------------------------------------------------------------------

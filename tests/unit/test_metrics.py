@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,7 +33,6 @@ from datatrove_ckpt.generation.export.prometheus import (
     exposition,
     metrics_file,
     metrics_port,
-    target_file,
 )
 from tests.histories import progress
 
@@ -155,8 +153,6 @@ def test_of_several_models_each_has_its_own() -> None:
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
         ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
         ({"metrics_file_seconds": 0}, "monitoring.metrics_file_seconds: must be positive; it is 0."),
-        ({"metrics_targets": "a.json"}, "monitoring.metrics_targets: must end in .json, as Prometheus wants it, and"),
-        ({"metrics_targets": "a", "metrics_port": 1}, "monitoring.metrics_targets: must end in .json"),
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
@@ -187,10 +183,10 @@ def waited_for(condition: Callable[[], Any]) -> Any:
 
 def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", "/prom")
-    assert RankFile("metrics_file", "$FOLDER/books.prom", 3).path == Path("/prom/books_00003.prom")
-    assert RankFile("metrics_file", "/prom/${rank}-books.prom", 12).path == Path("/prom/00012-books.prom")
+    assert RankFile("$FOLDER/books.prom", 3).path == Path("/prom/books_00003.prom")
+    assert RankFile("/prom/${rank}-books.prom", 12).path == Path("/prom/00012-books.prom")
     with pytest.raises(ConfigError, match="metrics_file"):
-        RankFile("metrics_file", "$NOT_SET/books.prom", 3)
+        RankFile("$NOT_SET/books.prom", 3)
 
 
 def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path) -> None:
@@ -233,9 +229,7 @@ def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Pat
     written: list[int] = []
     with metrics_file(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
         waited_for(lambda: len(written) > 2)
-    with target_file(str(tmp_path / "gone/a.json"), 3, "node7:1"):
-        pass
-    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 2
+    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
 
 
 # the port ------------------------------------------------------------------------------------------------------------
@@ -294,9 +288,6 @@ def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_
 
 def test_where_a_port_is_taken_the_next_one_is(host: str, log: list[str]) -> None:
     with socket.create_server((host, PORT)), socket.create_server((host, PORT + 1)), shown(host, 2):
-        port = metrics_port(host, PORT)
-        assert port is not None
-        assert port.address == f"{host}:{PORT + 2}"
         assert samples(get(host, PORT + 2), rank="2")["documents_total"] == 7
     assert f"{PORT} is taken; this process has {host}:{PORT + 2}" in log[0]
 
@@ -306,17 +297,3 @@ def test_an_address_that_cannot_be_used_is_said_once(log: list[str]) -> None:
         assert metrics_port("192.0.2.1", PORT) is None
     (line,) = log
     assert "192.0.2.1:9464 cannot be used: Cannot assign requested address. The run goes on" in line
-
-
-def test_prometheus_finds_a_rank_while_it_works(tmp_path: Path) -> None:
-    path = tmp_path / "books_00003.json"
-    with target_file(str(tmp_path / "books.json"), 3, "node7:9464"):
-        assert orjson.loads(path.read_bytes()) == [{"targets": ["node7:9464"]}]
-        assert path.stat().st_mode & 0o777 == 0o644, "Prometheus is another user"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_open_port_is_found_by_the_name_of_the_machine() -> None:
-    port = metrics_port("0.0.0.0", 19464)
-    assert port is not None
-    assert re.fullmatch(rf"{re.escape(socket.gethostname())}:19[0-9]{{3}}", port.address)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from datatrove_ckpt.checkpoint import ledger
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, no_position
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
+from datatrove_ckpt.checkpoint.placement import Placement, WaitingChunk
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, Fenced
+from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
 # chunks --------------------------------------------------------------------------------------------------------------
 
@@ -102,7 +108,7 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
         slot = checkpoint.admit(f"input {ordinal}")
         if slot is None:
             continue
-        checkpoint.lookup(slot.ordinal, lambda answers: None)
+        checkpoint.lookup(slot, lambda answers: None)
         checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
     while_open()
@@ -134,13 +140,60 @@ def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> No
     again.close(completed=True)
 
 
+def no_locks(fd: int, how: int) -> None:
+    raise OSError(errno.ENOLCK, "no locks")
+
+
+class TakenOver(Placement):
+    """Another process takes the rank over between the last check of a publication and its commit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+        waiting.check()
+        self.newer = manager(self.folder).open()
+        waiting.done()
+
+
+def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    placement = TakenOver(tmp_path)
+    older = manager(tmp_path, placement=placement).open()
+    with pytest.raises(Fenced):
+        run(older, 2)
+    older.close()
+    newer = placement.newer
+    assert list(newer.resumed.journals) == [0]
+    assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
+    assert newer.read_commits(tmp_path / "00000/commits.jsonl") == {}
+    run(newer, 2)
+    newer.close(completed=True)
+    assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
+
+
+def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path: Path) -> None:
+    """A power loss may otherwise leave the output of documents that nothing remembers, and that are paid once more."""
+    before: dict[int, str] = {}
+
+    def write_chunk_and_look(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+        effects = [label for label in disk.happened if label.endswith(f"chunk_0000{index}.jsonl")]
+        before[index] = effects[-1]
+        return write_chunk(index, documents)
+
+    with disk_in_place(disk := WatchedDisk()):
+        checkpoint = manager(tmp_path, write_chunk=write_chunk_and_look, sync_seconds=3600.0).open()
+        run(checkpoint, 4)
+        checkpoint.close(completed=True)
+    assert before == {0: "sync chunk_00000.jsonl", 1: "sync chunk_00001.jsonl"}
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_may_still_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
 ) -> None:
-    def no_locks(fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoint = manager(tmp_path).open()
@@ -150,3 +203,54 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     log.write_bytes(b"")  # as by another process
     assert set(checkpoint.read_commits(log)) == ({0} if locks else set())
     checkpoint.close(completed=True)
+
+
+READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_recent", "read_finished", "sum_commits"]
+
+
+@pytest.mark.parametrize("want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"])
+def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: Want
+) -> None:
+    for moment in itertools.count():
+        folder = tmp_path / str(moment)
+        reads = ledger_reads(folder, moment, want, monkeypatch)
+        if reads <= moment:
+            break
+    assert moment >= 6
+
+
+def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Reads a rank whose second chunk is committed before read number ``moment``. Returns the number of reads."""
+    may_publish, changed, reads = threading.Event(), threading.Event(), 0
+
+    def write_later(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+        assert index == 0 or may_publish.wait(30)
+        return write_chunk(index, documents)
+
+    def reading(read: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        nonlocal reads
+        if reads == moment:
+            may_publish.set()
+            while checkpoint.publishing:
+                assert changed.wait(30)
+                changed.clear()
+        reads += 1
+        return read(*given, **named)
+
+    checkpoint = manager(folder, write_chunk=write_later).open()
+    checkpoint.on_change = changed.set
+    for ordinal in range(4):
+        slot = checkpoint.admit(f"input {ordinal}")
+        assert slot is not None
+        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+    checkpoint.flush()
+    with monkeypatch.context() as patched:
+        for name in READS:
+            patched.setattr(ledger, name, partial(reading, getattr(ledger, name)))
+        rank = ledger.read_rank("", 0, folder / "00000", want, read=partial(reading, read_commits))
+    may_publish.set()
+    checkpoint.close()
+    assert rank.damage is None
+    assert rank.sums.counts.read + rank.unfinished.read == 4, f"before read {moment} of {reads}"
+    return reads

@@ -219,6 +219,9 @@ class Uploads:
         bucket, _, key = path.removeprefix("s3://").partition("/")
         return bucket, key, None
 
+    def put_file(self, lpath: str, rpath: str, mode: str = "overwrite") -> None:
+        raise NotImplementedError
+
     def call_s3(self, method: str, Bucket: str, Key: str = "", **arguments: Any) -> dict[str, Any]:
         if method == self.refuses:
             raise by_s3(PermissionError, "AccessDenied", 403)
@@ -298,7 +301,7 @@ def test_an_upload_that_fails_in_a_run_is_retried_while_generation_continues(
     files.before = fail
     output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(iter(documents(10)))
-    assert len(files.store) == 5
+    assert len([name for name in files.store if name.startswith("/output/")]) == 5
     assert all_asked.is_set()
 
 
@@ -313,7 +316,8 @@ def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
     assert not (tmp_path / "checkpoints/00000/commits.jsonl").exists()
     runner(tmp_path, server, output_writer=output).run(iter(documents(4)))
     assert set(server.asked.values()) == {1}
-    assert sorted(files.store) == ["/output/00000_00000.jsonl", "/output/00000_00001.jsonl"]
+    published = sorted(name for name in files.store if name.startswith("/output/"))
+    assert published == ["/output/00000_00000.jsonl", "/output/00000_00001.jsonl"]
     assert not (tmp_path / "checkpoints/00000/staging").exists()
 
 

@@ -17,13 +17,10 @@ import pytest
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.mirror import manifests
-from datatrove_ckpt.preflight.checks import Quantiles
-from datatrove_ckpt.preflight.plan import describe_table, make_table
 from datatrove_ckpt.readers import base
 from tests import settings_page
 from tests.bench import report
@@ -158,16 +155,6 @@ def test_the_crash_table_is_the_one_in_the_code() -> None:
     in_code = re.findall(r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE)
     assert in_page == [[number, (first + rest).strip(), what] for number, first, rest, what in in_code]
     assert len(in_code) == 5
-
-
-def test_the_table_of_plan_is_laid_out_and_computed_as_in_the_code() -> None:
-    text = section("docs/mirror-and-object-stores.md", "## How often to save")
-    block = text[text.index("    sync_seconds: a save costs") :].split("\n\n")[0]
-    in_page = [line.removeprefix("    ") for line in block.splitlines()]
-    table = make_table("sync_seconds", Quantiles(0.0116, 0.0076, 0.0156, 25), 6 * 3600, 1.0, SYNC_TUNING)
-    in_code = list(describe_table(table))
-    assert set(in_page) <= set(in_code), in_code
-    assert len(in_page) == 7
 
 
 # settings, errors, command line --------------------------------------------------------------------------------------

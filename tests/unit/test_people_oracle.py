@@ -46,7 +46,7 @@ class Job:
         for path, rows in (contents | {self.checkpoints / "00000/dead_letters.jsonl": letters}).items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5), {}, exact_tokens=True)
+        check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5), exact_tokens=True)
 
 
 @pytest.fixture

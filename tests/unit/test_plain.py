@@ -82,7 +82,6 @@ async def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
     [
         then_close(http(200, b"good")),
         answer(http(200, b"good", "Connection: close")),
-        answer(http(200, b"good") + b"HTTP/1.1 408 Timeout\r\n\r\n"),
         answer(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\ngood"),
     ],
 )

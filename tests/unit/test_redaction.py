@@ -109,6 +109,13 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch
     assert redact(said) == "*** /quite/ordinary *** ***"
 
 
+def test_a_secret_that_was_noted_again_is_among_the_latest() -> None:
+    """Beside a header that each request has for itself."""
+    for index in range(500):
+        note_sent({"extra_headers": {"Authorization": "of-all-requests", "X-Request-Id": f"of-one-request-{index}"}})
+        assert redact("of-all-requests") == "***", index
+
+
 @pytest.mark.parametrize(
     "quoted", ["{}", "Ab3\\/d+G7=", "Ab3%2Fd%2BG7%3D", "Ab3%2fd%2bG7%3d", "Ab3/d\\u002BG7=", "Ab3&#x2F;d+G7="]
 )

@@ -75,7 +75,7 @@ def run(ranks: list[RankState], **changes: Any) -> RunState:
 @pytest.fixture
 def found(tmp_path: Path) -> Page:
     ranks = [rank(tmp_path, number, 12 if number == 2 else 60) for number in range(4)]
-    return gather(run(ranks), Prices(2.0), {})
+    return gather(run(ranks), Prices(2.0, None, 1))
 
 
 def table(page: Page, title: str) -> Table:
@@ -136,7 +136,7 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()
     (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
-    page = gather(run(ranks), Prices(), {})
+    page = gather(run(ranks), Prices())
     assert page.missing[0].startswith("1 of 3 ranks has no history")
     assert page.missing[1].startswith("1 damaged line of histories")
     assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", ""]
@@ -144,20 +144,6 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
 
 def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
     state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
-    page = gather(state, Prices(1.0, (1.0, 2.0), 4), {})
+    page = gather(state, Prices(1.0, (1.0, 2.0), 4))
     assert page.charts == []
     Reader(page.html())
-
-
-def test_settings_are_shown_without_secrets(tmp_path: Path) -> None:
-    settings = {"model_name_or_path": "m", "metadata_key": "answers"}
-    settings |= {"hf_token": "hf_abcdefghijklmnop", "endpoint_url": "http://u:pass@host/v1"}
-    config = {"executor": {"class_path": "X", "init_args": {"tasks": 2, "pipeline": [{"init_args": settings}]}}}
-    page = gather(run([rank(tmp_path, 0)]), Prices(), config)
-    shown = dict(table(page, "Settings").rows)
-    assert shown["tasks"] == "2"
-    assert shown["pipeline.0.model_name_or_path"] == "m"
-    assert shown["pipeline.0.metadata_key"] == "answers"
-    assert "hf_abc" not in page.html()
-    assert "pass@" not in page.html()
-    assert dict(table(page, "Identity").rows)["model"] == "org/model"

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.maintenance.report.gather import Prices, costs, gather, gpus_in
+from datatrove_ckpt.maintenance.report.gather import Prices, costs, gather
 from datatrove_ckpt.maintenance.report.histories import (
     Interruption,
     OverTime,
@@ -187,7 +187,7 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
         home.mkdir()
         (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
         states.append(RankState("", number, home, state))
-    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states), Prices(), {}).tables}
+    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states), Prices()).tables}
 
 
 def test_what_is_not_known_of_an_interruption_is_told(tmp_path: Path) -> None:
@@ -234,22 +234,13 @@ def run_of(seconds: float, ranks: int = 2, **work: Any) -> RunState:
 
 def test_gpus_and_tokens_cost_what_their_prices_say() -> None:
     run = run_of(7200, prompt_tokens=3_000_000, completion_tokens=1_000_000)
-    found = {one.label: one.value for one in costs(run, Prices(2.5, (0.1, 0.4), 8), {}, 360)}
+    found = {one.label: one.value for one in costs(run, Prices(2.5, (0.1, 0.4), 8), 360)}
     assert found["GPU hours"] == pytest.approx(32)
     assert found["Cost of GPUs"] == pytest.approx(80)
     assert found["Lost to interruptions"] == pytest.approx(2)
     assert found["Cost of tokens"] == pytest.approx(0.7)
     assert found["Cost"] == pytest.approx(80.7)
-    assert list(costs(run, Prices(), {}, 0)) == []
-
-
-def test_gpus_are_those_of_the_yaml_file() -> None:
-    settings = {"server_type": "vllm", "tp": 4, "replicas": 2}
-    config = {"executor": {"init_args": {"pipeline": [{}, {"init_args": {"config": settings}}]}}}
-    assert gpus_in(config) == 8
-    assert gpus_in({}) is None
-    (hours, *_) = costs(run_of(3600, 1), Prices(gpu_hour=1), config, 0)
-    assert hours.value == pytest.approx(8)
+    assert list(costs(run, Prices(), 0)) == []
 
 
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:

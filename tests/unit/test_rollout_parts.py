@@ -14,7 +14,6 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
-from datatrove_ckpt.rollouts.chunked import stitch
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
 from tests.unit.test_rollouts import document
@@ -40,19 +39,6 @@ def talks(rollout: Any, text: str) -> list[list[str]]:
 
 
 # parts ---------------------------------------------------------------------------------------------------------------
-
-SENTENCES = "One is here. Two is here. Six is here."
-
-
-@pytest.mark.parametrize(
-    ("overlap", "parts"),
-    [
-        (9, ["One is here.", "is here. Two is here.", "is here. Six is here."]),
-        (13, ["One is here.", "One is here. Two is here.", "Two is here. Six is here."]),
-    ],
-)
-def test_a_part_begins_with_the_end_of_the_one_before_at_a_sentence_or_a_word(overlap: int, parts: list[str]) -> None:
-    assert split_text(SENTENCES, 12, overlap) == parts
 
 
 def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
@@ -99,45 +85,6 @@ def test_an_answer_is_continued() -> None:
     flags = {"continue_final_message": True, "add_generation_prompt": False}
     assert [{name: one.get(name) for name in flags} for one in sent] == [dict.fromkeys(flags), flags, flags]
     assert result.text == "A1|A2|A3"
-
-
-def test_answers_that_repeat_the_overlap_are_stitched() -> None:
-    text = "It was dry, and then it rained. Then snow."
-    parts = ["It was dry, and then it rained.", "and then it rained. Then snow."]
-    rollout = ChunkedRollout(max_chars_per_part=32, overlap_chars=24)
-    sent, result = requests(rollout, text, parts)
-    assert [one["messages"][-1]["content"] for one in sent] == parts
-    assert result.text == text
-    answers = ["Il faisait sec, puis il a plu ce soir.", "puis il a plu ce soir. Neige."]
-    assert requests(rollout, text, answers)[1].text == "Il faisait sec, puis il a plu ce soir. Neige."
-    plain = ChunkedRollout(max_chars_per_part=32)
-    assert requests(plain, text, answers)[1].text == "\n\n".join(answers)
-
-
-@pytest.mark.parametrize(
-    ("answers", "stitched"),
-    [
-        (["the end", "the end"], "the end|the end"),  # as short as this it may be chance
-        (["abcabcabcabcabcabc", "abcabcabcabcabcabcX"], "abcabcabcabcabcabcX"),
-        (["0123456789abcdef y", "0123456789abcdef"], "0123456789abcdef y|0123456789abcdef"),
-    ],
-)
-def test_stitching_writes_a_repeated_end_once(answers: list[str], stitched: str) -> None:
-    assert stitch(answers, "|", answers, 18) == stitched
-
-
-def test_stitching_leaves_what_a_text_itself_repeats() -> None:
-    row = "| 2024-01-01 | nothing to report | 0.00 | 0.00 | 0.00 | no remarks |"
-    for text in ("\n".join([row] * 6), "\n\n".join([row] * 6)):
-        parts = split_text(text, 120, 30)
-        assert len(parts) > 2
-        assert " ".join(stitch(parts, "\n", parts, 30).split()) == " ".join(text.split())
-
-
-def test_an_equal_answer_to_another_part_is_no_repetition() -> None:
-    text = "\n\n".join(f"A paragraph with the number {number}, which ends here." for number in range(4))
-    parts = split_text(text, 60, 20)
-    assert stitch(["There is nothing in it to report."] * 4, " ", parts, 20).count("nothing") == 4
 
 
 # best of several -----------------------------------------------------------------------------------------------------

@@ -116,7 +116,6 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) 
         (ChunkedRollout, {"prompt": "{id}"}, "prompt: has no {text}, so every part would get the same prompt. Put"),
         (ChunkedRollout, {"max_chars_per_part": 0}, "max_chars_per_part must be >= 1; it is 0."),
         (ChunkedRollout, {"max_tokens_per_part": 0}, "max_tokens_per_part must be >= 1; it is 0."),
-        (ChunkedRollout, {"overlap_chars": -1}, "overlap_chars must be >= 0; it is -1."),
         (ChunkedRollout, {"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
         (BestOfRollout, {"candidates": 1}, "candidates: must be >= 2; it is 1."),
         (BestOfRollout, {"judge_prompt": "Rate {text}"}, "judge_prompt: has no {answer}, so every candidate would get"),

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from datatrove_ckpt.generation import code_values
+from datatrove_ckpt.generation import code_text
 
-PACKAGE = Path(code_values.__file__).parent.parent
+PACKAGE = Path(code_text.__file__).parent.parent
 
 
 def test_no_other_module_parses_code() -> None:
     parsing = [path for path in PACKAGE.rglob("*.py") if "ast.parse" in path.read_text()]
-    assert parsing == [PACKAGE / "generation/code_values.py"]
+    assert parsing == [PACKAGE / "generation/code_text.py"]
 
 
 def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ast, "parse", watched)
     with ThreadPoolExecutor(12) as pool:
-        assert len(list(pool.map(code_values.parse, ["x = 1"] * 12))) == 12
+        assert len(list(pool.map(code_text.parse, ["x = 1"] * 12))) == 12
     assert most == 1
 
 
@@ -52,7 +52,7 @@ def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(monkeypatch: pyt
         return real(*arguments, **settings)
 
     monkeypatch.setattr(ast, "parse", disturbed)
-    assert ast.unparse(code_values.parse("x  =  1")) == "x = 1"
+    assert ast.unparse(code_text.parse("x  =  1")) == "x = 1"
     assert not left
     with pytest.raises(SyntaxError):
-        code_values.parse("x =")
+        code_text.parse("x =")

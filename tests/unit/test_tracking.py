@@ -59,7 +59,6 @@ def test_each_minute_has_a_point_with_the_sums_of_all_ranks() -> None:
     }  # fmt: skip
     assert first.values["errors"] == 4
     assert first.values["input_done_ratio"] == pytest.approx(0.4)
-    assert (first.values["rank_00000/documents"], first.values["rank_00001/documents"]) == (10, 5)
     assert added(points, [], now=661) == [], "each minute once"
     (second,) = added(points, [(0, progress(670, 40))], now=720)
     assert (second.at, second.values["documents"]) == (720, 45)
@@ -204,16 +203,14 @@ class Run:
         self.points: list[Point] = []
         self.broken = False
         self.ends: list[str] = []
-        self.attached: list[str] = []
 
     def send(self, point: Point) -> None:
         if self.broken:
             raise ConnectionError("no network")
         self.points.append(point)
 
-    def end(self, status: str, report: Path | None) -> None:
+    def end(self, status: str) -> None:
         self.ends.append(status)
-        self.attached += [] if report is None else [report.read_text()]
 
 
 @pytest.fixture
@@ -225,11 +222,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make(root: Path, *runs: Run, ranks: int = 1) -> Tracker:
-    def report(file: Path) -> bool:
-        file.write_text("the report")
-        return True
-
-    return Tracker(root, ranks, [lambda _, run=run: run for run in runs], report)
+    return Tracker(root, ranks, [lambda _, run=run: run for run in runs])
 
 
 def test_what_could_not_be_sent_is_sent_later_and_once(tmp_path: Path, now: list[float]) -> None:
@@ -258,7 +251,7 @@ def test_a_second_process_goes_on_where_the_first_one_stopped(tmp_path: Path, no
     assert [point.at for point in run.points] == [780]
 
 
-def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Path, now: list[float]) -> None:
+def test_the_end_of_the_job_closes_the_run(tmp_path: Path, now: list[float]) -> None:
     run = Run()
     tracked = make(tmp_path, run)
     write(tmp_path, 0, start(600))
@@ -267,12 +260,12 @@ def test_the_end_of_the_job_attaches_the_report_and_closes_the_run(tmp_path: Pat
     write(tmp_path, 0, progress(610, 1), end(611))
     assert tracked.work(everything=True) == ""
     assert [point.values["ranks_done"] for point in run.points] == [1]
-    assert (run.ends, run.attached) == (["FINISHED"], ["the report"])
+    assert run.ends == ["FINISHED"]
     assert tracked.work(everything=True) == ""
-    assert run.attached == ["the report"], "nothing is new"
+    assert run.ends == ["FINISHED"], "nothing is new"
     now.append(725)  # the minute is over
     assert tracked.work(everything=True) == ""
-    assert run.attached == ["the report"], "only time has passed"
+    assert run.ends == ["FINISHED"], "only time has passed"
     write(tmp_path, 0, start(730), progress(731, 2), end(732))
     assert tracked.work(everything=True) == ""
     assert run.ends == ["FINISHED", "FINISHED"]
@@ -289,7 +282,7 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
             raise OSError("no route")
         return run
 
-    tracked = Tracker(tmp_path, 1, [maker], lambda file: False)
+    tracked = Tracker(tmp_path, 1, [maker])
     write(tmp_path, 0, start(600), progress(610, 1))
     now.append(665)
     assert tracked.work(everything=False) == "OSError: no route"

@@ -120,6 +120,8 @@ WRONG: list[tuple[str, Any, int]] = [
     ("embed", data({"index": 1, "embedding": VECTOR}), 1),
     ("embed", data({"index": 0, "embedding": VECTOR}, {"index": 0, "embedding": VECTOR}), 2),
     ("embed", data({"index": [], "embedding": VECTOR}), 1),
+    ("embed", data({"index": 0, "embedding": VECTOR}, {"embedding": VECTOR}), 2),
+    ("embed", data({"embedding": VECTOR}, {"index": 1, "embedding": VECTOR}), 2),
     ("embed", vectors([0.5, None]), 1),
     ("embed", b'{"data":[{"index":0,"embedding":[0.5,NaN]}]}', 1),
     ("embed", b'{"data":[{"index":0,"embedding":[0.5,1e999]}]}', 1),

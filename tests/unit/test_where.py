@@ -80,12 +80,11 @@ def test_a_mirror_in_a_run_folder_is_read(tmp_path: Path) -> None:
 
 def test_commands_on_a_file_name_it_with_the_overrides(tmp_path: Path) -> None:
     rank(tmp_path / "c")
-    text = "Run: datatrove-ckpt reshard CONFIG --tasks 4, or datatrove-ckpt migrate CONFIG --from x"
+    text = "Run: datatrove-ckpt reshard CONFIG --tasks 4"
     given = ["--pipeline.1.checkpoints_local_dir=my c", "--executor.tasks=8"]
     with open_place("job.yaml", config(str(tmp_path / "c")), overrides=given) as place:
         assert place.said(text) == (
-            "Run: datatrove-ckpt reshard job.yaml '--pipeline.1.checkpoints_local_dir=my c' --tasks 4, or "
-            "datatrove-ckpt migrate job.yaml '--pipeline.1.checkpoints_local_dir=my c' --executor.tasks=8 --from x"
+            "Run: datatrove-ckpt reshard job.yaml '--pipeline.1.checkpoints_local_dir=my c' --tasks 4"
         )
     with open_place(str(tmp_path / "c")) as place:
         assert place.said(text) == text

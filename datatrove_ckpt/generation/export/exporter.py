@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 # Seconds that the end of a rank waits until its last minute is sent.
-_DONE_SECONDS = 30.0  # with time for the report
+_DONE_SECONDS = 30.0
 _STOPPED_SECONDS = 5.0
 
 
@@ -53,9 +53,8 @@ def check_monitoring(config: MonitoringConfig) -> None:
     """
     if config.wants_metrics and (missing := missing_package("prometheus_client")) is not None:
         raise ConfigError(f"monitoring: metrics_port and metrics_file: {missing}")
-    for setting in ("metrics_targets", "metrics_file"):
-        if (path := getattr(config, setting)) is not None:
-            expand_path(f"monitoring.{setting}", path.replace("${rank}", "0"))
+    if config.metrics_file is not None:
+        expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0"))
     for setting, package in {"mlflow_uri": "mlflow", "wandb_project": "wandb"}.items():
         if getattr(config, setting) is not None and (missing := missing_package(package)) is not None:
             raise ConfigError(f"monitoring.{setting}: {missing}")
@@ -92,11 +91,9 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
 
     run = f"{config.name_of_run(root, output)}{' (retry)' if runner.retry_dead_letters else ''}"
     metrics = partial(exports.metrics, run, rank, time.time(), world_size)
-    first, targets = config.metrics_port, config.metrics_targets
+    first = config.metrics_port
     if first is not None and (port := prometheus.metrics_port(config.metrics_host, first)) is not None:
         stack.enter_context(port.shows(metrics))
-        if targets is not None:
-            stack.enter_context(prometheus.target_file(targets, rank, port.address))
     if config.metrics_file is not None:
         stack.enter_context(prometheus.metrics_file(config.metrics_file, config.metrics_file_seconds, rank, metrics))
 

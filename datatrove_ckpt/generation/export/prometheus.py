@@ -4,8 +4,7 @@ Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for
 from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
 gauge: after a kill it may be a little lower than before, which would make a counter look as if it had started again.
 
-Each process has a port of its own, the first free one from ``metrics_port`` on. Where that are more than a few,
-Prometheus finds them by its file discovery: each rank keeps a file that names its address while it works.
+Each process has a port of its own, the first free one from ``metrics_port`` on.
 
 A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look every minute only.
 """
@@ -25,7 +24,6 @@ from math import inf
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Literal, NamedTuple, TypeAlias
 
-import orjson
 from loguru import logger
 from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
@@ -264,9 +262,6 @@ class _Scrape(MetricsHandler):
 class MetricsPort(ThreadingMixIn, TCPServer):
     """The port of a process, until it ends.
 
-    Attributes:
-        address: with the name of this machine, if others may read it.
-
     Raises:
         OSError: the port cannot be used.
     """
@@ -280,8 +275,6 @@ class MetricsPort(ThreadingMixIn, TCPServer):
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
         super().__init__((host, port), _Scrape.factory(self))
         os.register_at_fork(after_in_child=self.socket.close)  # a fork of a rollout's may outlive this process
-        name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
-        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
         threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics", daemon=True).start()
 
     @contextmanager
@@ -343,20 +336,19 @@ class RankFile:
     """A rank's file on this node, for a reader that may read it at any moment.
 
     Args:
-        setting: ``metrics_file`` or ``metrics_targets``, and its value ``path``.
+        path: ``MonitoringConfig.metrics_file``.
         rank: its number; "*": a pattern of all of them.
 
     Raises:
         ConfigError: a variable in the path is not set here.
     """
 
-    def __init__(self, setting: str, path: str, rank: int | str) -> None:
+    def __init__(self, path: str, rank: int | str) -> None:
         if "${rank}" not in path:
             name, dot, suffix = path.rpartition(".")
             path = f"{name}_${{rank}}{dot}{suffix}"
         number = f"{rank:05d}" if isinstance(rank, int) else rank
-        self.path = expand_path(f"monitoring.{setting}", path.replace("${rank}", number))
-        self._setting = setting
+        self.path = expand_path("monitoring.metrics_file", path.replace("${rank}", number))
         self._failed = False
 
     def write(self, content: Callable[[], bytes]) -> None:
@@ -372,7 +364,7 @@ class RankFile:
                 new.unlink()
             if not self._failed:
                 why = getattr(error, "strerror", None) or repr(error)
-                logger.warning(f"{self._setting}: {self.path} cannot be written: {why}. The run goes on.")
+                logger.warning(f"metrics_file: {self.path} cannot be written: {why}. The run goes on.")
             self._failed = True
 
 
@@ -387,14 +379,14 @@ def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Itera
         path: ``MonitoringConfig.metrics_file``.
         number: of the rank.
     """
-    pattern = RankFile("metrics_file", path, "*").path
+    pattern = RankFile(path, "*").path
     for other in pattern.parent.glob(pattern.name):
         with suppress(OSError):
             is_old = time.time() - other.stat().st_mtime > max(_KEEP_FILES_SECONDS, 2 * seconds)
             if is_old and other.read_bytes().startswith(_HEAD):
                 other.unlink()
     ended = threading.Event()
-    arguments = RankFile("metrics_file", path, number), seconds, rank, ended
+    arguments = RankFile(path, number), seconds, rank, ended
     thread = threading.Thread(target=_keep, args=arguments, name="datatrove-ckpt metrics file", daemon=True)
     thread.start()
     try:
@@ -411,15 +403,3 @@ def _keep(file: RankFile, seconds: float, rank: GetRank, ended: threading.Event)
         if is_last:
             return
         is_last = ended.wait(seconds)
-
-
-@contextmanager
-def target_file(path: str, number: int, address: str) -> Iterator[None]:
-    """Keeps a rank's address where Prometheus' file discovery reads it. A killed rank's stays until it starts again."""
-    file = RankFile("metrics_targets", path, number)
-    file.write(lambda: orjson.dumps([{"targets": [address]}]))
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.path.unlink()

@@ -17,6 +17,7 @@ import orjson
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import ServerRefused
+from datatrove_ckpt.inference.client.urls import Extras
 
 # In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
 # servers will think of.
@@ -125,12 +126,14 @@ class Way(NamedTuple):
         parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
         name: tells apart equal payloads of different ways; that of a path alone is the path.
         is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
+        extras: of the request.
     """
 
     path: str
     parse: Callable[[bytes, Redact], Completion]
     name: str
     is_shared: bool = False
+    extras: Extras | None = None
 
 
 def way_to(path: str) -> Way:
@@ -215,21 +218,34 @@ def _listed(top: object) -> object:
     return [{"token": token, "logprob": value} for token, value in top.items()] if isinstance(top, dict) else top
 
 
-def of_several(way: Way, number: int) -> Way:
-    """The same for a payload that asks for so many choices (``n``): an answer with others is no answer."""
+def as_asked(way: Way, payload: JsonObject) -> Way:
+    """The same for this payload: an answer without what it asks for is no answer."""
+    number, logprobs, tool_choice = map(payload.get, ("n", "logprobs", "tool_choice"))
+    if not (number or logprobs or tool_choice):
+        return way
+    several = isinstance(number, int) and number > 1
+    must_call = tool_choice not in (None, "auto", "none")
 
     def parse(raw: bytes, redact: Redact = str) -> Completion:
         completion = way.parse(raw, redact)
-        found = len(completion.choices) or 1
-        if found == 1:
-            raise ServerRefused(
-                f"The payload asks for n={number} choices, and the answer has one: the server ignores n."
-            )
-        if found != number:
-            raise RetryableError(f"the answer has {found} of {number} choices")
+        choices = completion.choices or [_as_choice(completion)]
+        if several:
+            _check_number(len(choices), number)
+        for choice in choices:
+            if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
+                raise RetryableError("the payload asks for logprobs, and the answer has none")
+            if must_call and choice["finish_reason"] == "stop" and not (choice["tool_calls"] or choice["text"]):
+                raise RetryableError(f"the payload has the tool_choice {tool_choice!r}, and the answer no tool_calls")
         return completion
 
     return way._replace(parse=parse)
+
+
+def _check_number(found: int, number: object) -> None:
+    if found == 1:
+        raise ServerRefused(f"The payload asks for n={number} choices, and the answer has one: the server ignores n.")
+    if found != number:
+        raise RetryableError(f"the answer has {found} of {number} choices")
 
 
 def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
@@ -279,12 +295,22 @@ def _choice(
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    calls: list[object] = tool_calls if type(tool_calls) is list else []
+    calls = tool_calls or []
+    if not (isinstance(calls, list) and all(map(_has_name, calls))):
+        raise RetryableError("the answer's tool_calls are not a list of calls with names")
+    if reason == "tool_calls" and not calls and not text:
+        raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
     completion = Completion(text, reason, usage, reasoning, calls, logprobs if type(logprobs) is dict else None)
     message = choice.get("message")
     if type(message) is dict and type(refusal := message.get("refusal")) is str:
         completion.refusal = refusal
     return completion
+
+
+def _has_name(call: object) -> bool:
+    """Whether a part of the call has a name: "function", "custom", or what servers will think of."""
+    parts = call.values() if isinstance(call, dict) else ()
+    return any(isinstance(part, dict) and part.get("name") and isinstance(part["name"], str) for part in parts)
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:

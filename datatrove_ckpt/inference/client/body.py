@@ -1,4 +1,4 @@
-"""The body of a request that has media in it.
+"""The body of a request that has media in it, and how large the bodies of answers may become.
 
 Base64 makes 13 MB of a picture of 10 MB, and a thousand of them are in flight. So such a body is never in memory as a
 whole: it holds references to the bytes, and becomes base64 piece by piece, as fast as the server takes it.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from binascii import b2a_base64
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
+
+from datatrove_ckpt.process.memory import media_bytes
 
 _PIECE = 3 << 14  # bytes: a multiple of three, so that the pieces of base64 are those of the whole
 
@@ -46,3 +48,36 @@ class Body:
 
 
 AnyBody: TypeAlias = bytes | Body
+
+MAX_ANSWER_BYTES = 1 << 28
+LARGE_ANSWER_BYTES = 1 << 20
+
+
+class LargeAnswer:
+    """An answer of more than 1 MiB that is arriving. All of this process share an eighth of its memory.
+
+    Smaller answers do not count: they have arrived before the limit matters, and a large one is never their fault.
+    """
+
+    _sizes: ClassVar[dict[int, int]] = {}
+
+    def __del__(self) -> None:
+        self._sizes.pop(id(self), None)
+
+    def refusal(self, size: int) -> str:
+        """Returns why an answer of so many bytes is refused, or "". The oldest one may be as large as a single one: so
+        each comes in turn."""
+        if size <= LARGE_ANSWER_BYTES:
+            return ""
+        self._sizes[id(self)] = size
+        reason = self._reason(size)
+        if reason:
+            del self._sizes[id(self)]  # what is refused takes no room from the others
+        return reason
+
+    def _reason(self, size: int) -> str:
+        if size > MAX_ANSWER_BYTES:
+            return f"the body is longer than {MAX_ANSWER_BYTES} bytes"
+        if sum(self._sizes.values()) > media_bytes() // 2 and next(iter(self._sizes)) != id(self):
+            return f"{len(self._sizes)} large answers arrive at one time: more bytes than an eighth of the memory"
+        return ""

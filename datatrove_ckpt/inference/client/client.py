@@ -4,7 +4,7 @@
     400, 413, 414, 422, 431                                          RequestRejected: this request never succeeds
     408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; how long, see below; at the end
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request is answered), or
-    finish_reason null, "abort", "error" and the like                RequestFailed (others are); both stop the run
+    two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are); both stop the run
     finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
     never sent another one                                           an answer
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
@@ -493,7 +493,7 @@ class CompletionClient:
         self, target: Target, transport: Transport, request: Request, body: AnyBody, started_at: float, way: Way
     ) -> Completion:
         try:
-            raw = await post(transport, body, self._config.model_name_or_path)
+            raw = await post(transport, body, self._config.model_name_or_path, way.extras)
             answer = way.parse(raw, transport.redact)
             if answer.answer is None:
                 self._check_reason(answer, transport.url, target, request)

@@ -12,9 +12,16 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.inference.client import plain
-from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, RemoteProtocolError, Response, is_silent
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
+from datatrove_ckpt.inference.client.plain import (
+    ConnectTimeout,
+    RemoteProtocolError,
+    Response,
+    UnaskedBytes,
+    UnaskedCounter,
+    is_silent,
+)
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 _READ_BUFFER = 1 << 18  # bytes
@@ -23,12 +30,19 @@ _STREAMED_SIZE = 1 << 20
 
 
 class _Connection(ResponseHandler):
-    """Closes as the connections of ``plain.py`` do. aiohttp takes a late response for that to the next request."""
+    """Rests and closes as the connections of ``plain.py`` do. aiohttp takes a late response for the next request's."""
 
     def __init__(self, owner: AiohttpTransport) -> None:
         super().__init__(asyncio.get_running_loop())
         self._owner = owner
         self._is_asked = False
+        self.unasked = False
+        self.last: tuple[object, int] = (None, 0)
+
+    @property
+    def upgraded(self) -> bool:
+        """True: aiohttp then keeps a connection for its response until ``send`` has left it, and not until its end."""
+        return True
 
     def set_response_params(self, **params: Any) -> None:
         self._is_asked = True
@@ -38,7 +52,9 @@ class _Connection(ResponseHandler):
         status = data[0].code
         if not self._is_asked:
             self.close()
-            self._owner.unasked += status != 408
+            if status != 408:
+                self.unasked = True
+                self._owner.note_unasked()
             return
         self._is_asked = status < 200
         if status >= 300:
@@ -47,10 +63,12 @@ class _Connection(ResponseHandler):
 
     def is_connected(self) -> bool:
         # Asked before a connection is used again.
+        if self._owner.unasked:
+            return False
         return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
 
 
-class AiohttpTransport:
+class AiohttpTransport(UnaskedCounter):
     """Like ``PlainTransport``. ``proxied``: the environment names a proxy for this URL."""
 
     errors: tuple[type[Exception], ...] = (aiohttp.ClientError, OSError)
@@ -66,7 +84,6 @@ class AiohttpTransport:
         proxied: bool,
     ) -> None:
         self.url = url
-        self.unasked = 0
         self.redact = url.redactor(headers)
         # Not given to the session, which would show them among its attributes.
         fields = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -85,8 +102,10 @@ class AiohttpTransport:
             trust_env=proxied,
         )
 
-    async def send(self, body: AnyBody = b"") -> Response:
-        headers = self._headers
+    async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
+        url, headers = self.url, self._headers
+        if extras:
+            url, headers = beside(url, headers, extras)
         data: bytes | io.BytesIO | AsyncIterator[bytes]
         if isinstance(body, Body):
             headers = HiddenDict({**headers, "Content-Length": str(len(body))})
@@ -95,14 +114,21 @@ class AiohttpTransport:
             data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
         try:
             async with self._session.request(
-                self._method, self.url.reveal(), data=data or None, headers=headers, allow_redirects=False
+                self._method, url.reveal(), data=data or None, headers=headers, allow_redirects=False
             ) as response:
+                connection = response.connection.protocol  # type: ignore[union-attr]
+                assert isinstance(connection, _Connection)
                 try:
                     answer = await _read_body(response)
                 except (aiohttp.ClientError, OSError):  # includes TimeoutError
                     if response.status < 300:
                         raise
                     answer = HiddenBytes()  # the status alone decides, and it is known
+                await asyncio.sleep(plain.QUIET)
+                if connection.unasked:
+                    raise UnaskedBytes
+                if response.status == 200:
+                    self.refuse_late(connection, body, answer)
                 return Response(response.status, answer, response.headers.get("Retry-After", ""))
         except aiohttp.ConnectionTimeoutError:
             raise ConnectTimeout from None
@@ -127,9 +153,9 @@ async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
     """
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RemoteProtocolError(plain.COMPRESSED)
-    body = bytearray()
+    body, large = bytearray(), LargeAnswer()
     async for data in response.content.iter_any():
         body += data
-        if len(body) > plain.MAX_BODY_BYTES:
-            raise RemoteProtocolError(plain.too_long())
+        if refusal := large.refusal(len(body)):
+            raise RemoteProtocolError(refusal)
     return HiddenBytes(body)

@@ -4,9 +4,13 @@ aiohttp serves every case, and costs 60 to 77 us of CPU per request for it: half
 This client costs 20 us (measured). A server on this node or in this cluster needs no more.
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about retries. After any
-error, a connection is closed and not used again. So is one on which bytes arrive without a request. If they arrive
-after the next request was sent, HTTP/1.1 has no means to tell them from its response. So a connection is closed after
-any answer that is no 2xx, too: a gateway that gives up sends a 504, and may pass on the real answer later.
+error, a connection is closed and not used again. So is one after any answer that is no 2xx: a gateway that gives up
+sends a 504, and may pass on the real answer later.
+
+HTTP/1.1 has no means to tell a response that was not requested from the response to the next request. So a connection
+rests for ``QUIET`` seconds after each response. If more bytes arrive by then, the response is dropped: it may belong to
+another request. From then on, no connection carries a second request. A response that comes later than that takes the
+place of the next one. It is noticed where each answer has an ``id`` of its own: it equals the response before it.
 
 httptools parses the responses. It wraps llhttp, the parser of Node.js and uvicorn. This module adds limits on size, and
 rejects responses that we did not ask for: compressed ones, protocol upgrades, transfer codings other than ``chunked``.
@@ -31,15 +35,18 @@ import socket
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
+from loguru import logger
+from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.inference.client.body import AnyBody
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
-MAX_BODY_BYTES = 1 << 28
+QUIET = 0.01  # seconds
+_ID = re.compile(rb'"id": ?"([^"]+)"')
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -64,10 +71,6 @@ _USUAL_HEAD = re.compile(
 )
 
 
-def too_long() -> str:
-    return f"the body is longer than {MAX_BODY_BYTES} bytes"
-
-
 class Response(NamedTuple):
     """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
 
@@ -81,6 +84,13 @@ class Response(NamedTuple):
 
 class RemoteProtocolError(ConnectionError):
     """The server sent something that is not an HTTP/1.1 response, or only a part of one."""
+
+
+class UnaskedBytes(RemoteProtocolError):
+    """The server sent bytes without a request, so its response may belong to another request."""
+
+    def __str__(self) -> str:
+        return "the server sent more than one answer to a request"
 
 
 class ResponseParser:
@@ -116,28 +126,32 @@ class ResponseParser:
         """Parses the next bytes. Returns whether the response is complete.
 
         Raises:
+            UnaskedBytes: more bytes follow the response.
             RemoteProtocolError: the bytes are not a response, or the response exceeds a limit.
         """
         builder = self._builder
+        if builder.complete:
+            raise UnaskedBytes
         if not self._received_bytes and (head := _USUAL_HEAD.match(data)):
             size = int(head[1])
-            if size <= MAX_BODY_BYTES and head.end() + size == len(data):
+            if head.end() + size == len(data):
                 builder.status, builder.body, builder.reusable = 200, data[head.end() :], True
+                builder.complete = True
                 return True
         self._received_bytes += len(data)
         if self._start is not None:
             data = self._skip_interim(self._start, data)
         self._parse(data)
-        if builder.complete:  # a long rest is of no interest: the connection is not used again
+        if builder.complete:
             return True
         framing = self._received_bytes - len(builder.body)
         if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * builder.chunks:
             raise RemoteProtocolError(f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes")
         return False
 
-    def end(self) -> bool:
-        """The server has closed the connection. Returns whether the response is complete."""
-        return self._builder.ends_at_close
+    def end(self, properly: bool = True) -> bool:
+        """The connection has ended, ``properly`` if the server closed it. Returns whether the response is complete."""
+        return self._builder.complete or (properly and self._builder.ends_at_close)
 
     def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
         """Drops interim responses. Returns the bytes of the final response, none before its status has arrived."""
@@ -169,13 +183,12 @@ class ResponseParser:
             self._llhttp.feed_data(data)
         except HttpParserError as error:
             if builder.complete:  # the error is in bytes after the end
-                builder.reusable = False
-            elif builder.refusal:
+                raise UnaskedBytes from None
+            if builder.refusal:
                 raise RemoteProtocolError(builder.refusal) from None
-            elif isinstance(error, HttpParserCallbackError):
+            if isinstance(error, HttpParserCallbackError):
                 raise  # a bug in a callback of ours
-            else:
-                raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
+            raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
 
 
 class _LlhttpParser(HttpResponseParser):
@@ -197,6 +210,7 @@ class _ResponseBuilder:
 
     def __init__(self) -> None:
         self.llhttp: weakref.ref[_LlhttpParser]
+        self._large: LargeAnswer
         self.status = 0
         self.retry_after = ""
         self.body: bytes | bytearray = bytearray()
@@ -228,6 +242,7 @@ class _ResponseBuilder:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         if fields.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(COMPRESSED)
+        self._large = LargeAnswer()
         coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
         if status in (204, 304):
             pass  # neither has a body, whatever the fields say
@@ -235,8 +250,7 @@ class _ResponseBuilder:
             if coding.lower() != b"chunked" or version == "1.0":
                 self._refuse(f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1")
         elif length is not None:
-            if int(length) > MAX_BODY_BYTES:  # llhttp has checked that these are digits
-                self._refuse_size()
+            self._check_size(int(length))  # llhttp has checked that these are digits
         else:
             self.ends_at_close = True
         # With both fields, the server or a proxy may disagree with us about where the next response begins.
@@ -252,15 +266,14 @@ class _ResponseBuilder:
 
     def on_body(self, data: bytes) -> None:
         self.body += data
-        # For chunks, this is the only check: httptools does not report their sizes.
-        if len(self.body) > MAX_BODY_BYTES:
-            self._refuse_size()
+        self._check_size(len(self.body))
 
     def on_message_complete(self) -> None:
         self.complete = True
 
-    def _refuse_size(self) -> NoReturn:
-        self._refuse(too_long())
+    def _check_size(self, size: int) -> None:
+        if refusal := self._large.refusal(size):
+            self._refuse(refusal)
 
     def _refuse(self, reason: str) -> NoReturn:
         self.refusal = reason
@@ -296,9 +309,10 @@ class _Connection(asyncio.Protocol):
     def __init__(self, owner: PlainTransport) -> None:
         self.usable = True
         self._owner = owner
-        self._create_future = asyncio.get_running_loop().create_future
+        self._loop = asyncio.get_running_loop()
         self.idle_since = 0.0
         self._response: asyncio.Future[Response] | None = None
+        self.last: tuple[object, int] = (None, 0)
         self._unsent: Iterator[bytes] | None = None
         self._paused = False
         self._parser: ResponseParser
@@ -306,7 +320,7 @@ class _Connection(asyncio.Protocol):
     def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
         """Sends a request. The future receives the response, or the error that prevented it."""
         self._parser = ResponseParser()
-        self._response = response = self._create_future()
+        self._response = response = self._loop.create_future()
         # HiddenBytes, because asyncio's frames hold what they write.
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
             self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))
@@ -357,40 +371,89 @@ class _Connection(asyncio.Protocol):
         self._send_pieces()
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None:
-            self.abort()  # the server sent bytes without a request
-            self._owner.unasked += not data.startswith(_REQUEST_TIMEOUT)
-            return
         try:
+            if self._response is None:
+                raise UnaskedBytes
             if self._parser.feed(data):
                 self._finish()
         except RemoteProtocolError as error:
+            if isinstance(error, UnaskedBytes) and not data.startswith(_REQUEST_TIMEOUT):
+                self._owner.note_unasked()
             self.abort(error)
 
     def _finish(self) -> None:
-        response, self._response = self._response, None
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
         # the write buffer then, and the connection cannot be used again.
         if self._parser.status >= 300 or not self._parser.reusable or self._transport.get_write_buffer_size():
+            self._deliver()
             self.abort()
+        else:
+            self._loop.call_later(QUIET, self._deliver)
+
+    def _deliver(self) -> None:
+        response, self._response = self._response, None
         if response is not None and not response.done():
             response.set_result(self._parser.response())
-        del self._parser
+            del self._parser
 
     def eof_received(self) -> None:
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._response is not None and error is None and self._parser.end():
-            self._finish()
-        elif self._response is not None:
+        if self._response is not None and self._parser.end(error is None):
+            self._deliver()
+        if self._response is not None:
             when = "inside the response" if self._parser.status else "before the response"
             self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
         else:
             self.abort()
 
 
-class PlainTransport:
+class Carrier(Protocol):
+    """A connection. ``last`` has the hashes of the request and the answer that it carried last."""
+
+    last: tuple[object, int]
+
+
+class UnaskedCounter:
+    """A transport that counts how often bytes arrived without a request: ``unasked``."""
+
+    url: HiddenUrl
+    unasked = 0
+    _first_id: bytes | None = None
+
+    def refuse_late(self, connection: Carrier, request: AnyBody, answer: bytes | bytearray) -> None:
+        """Raises UnaskedBytes if the answer is the one before it once more, which answered another request."""
+        if self._first_id is None:
+            self._first_id = _id_of(answer)
+        # Media are not hashed: requests with media count as different ones.
+        sent = object() if isinstance(request, Body) else xxh3_64_intdigest(request)
+        before = connection.last
+        connection.last = (sent, xxh3_64_intdigest(answer))
+        if before[1] == connection.last[1] and before[0] != connection.last[0]:
+            if _id_of(answer) in (b"", self._first_id):
+                return  # answers of this server have no id of their own
+            if not self.unasked:  # a server whose answers and ids are equal by chance is never refused
+                self.note_unasked()
+            raise UnaskedBytes
+
+    def note_unasked(self) -> None:
+        """Logs the first time."""
+        if not self.unasked:
+            logger.warning(
+                f"{self.url} has sent an answer without a request. The answer before it on that connection is dropped "
+                "and requested again, unless a document has it already. From now on, each request to this server has "
+                "a connection of its own."
+            )
+        self.unasked += 1
+
+
+def _id_of(answer: bytes | bytearray) -> bytes:
+    found = _ID.search(answer)
+    return found[1] if found else b""
+
+
+class PlainTransport(UnaskedCounter):
     """Sends requests to one http:// URL, over as many connections as there are requests in flight.
 
     Args:
@@ -401,7 +464,6 @@ class PlainTransport:
 
     Attributes:
         url: where it sends them.
-        unasked: how often bytes arrived without a request.
         errors: what ``send`` raises besides TimeoutError.
     """
 
@@ -421,8 +483,9 @@ class PlainTransport:
         self._timeout = timeout
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
-        self.unasked = 0
-        self._head = _head(method, url, headers or HiddenDict())
+        self._method = method
+        self._headers = headers or HiddenDict()
+        self._head = _head(method, url, self._headers)
         self.redact = url.redactor(headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -436,7 +499,7 @@ class PlainTransport:
         self._lookup_started_at = 0.0
         self._last_connected: Any = None
 
-    async def send(self, body: AnyBody = b"") -> Response:
+    async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
         """Sends one request. Returns the response, whatever its status.
 
         Raises:
@@ -444,6 +507,9 @@ class PlainTransport:
             TimeoutError: no response within ``timeout``.
             OSError: the connection was refused or broke, the response was malformed, or the client was closed.
         """
+        head = self._head
+        if extras:
+            head = _head(self._method, *beside(self.url, self._headers, extras))
         connection = self._take_idle() or await self._connect()
         if self._closed:
             connection.abort()
@@ -452,7 +518,9 @@ class PlainTransport:
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:
-            response = await connection.request(self._head, body)
+            response = await connection.request(head, body)
+            if response.status == 200:
+                self.refuse_late(connection, body, response.body)
         except BaseException:
             connection.abort()
             raise
@@ -483,7 +551,7 @@ class PlainTransport:
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
-            if not connection.usable or connection.idle_since <= oldest:
+            if self.unasked or not connection.usable or connection.idle_since <= oldest:
                 connection.abort()
             elif is_silent(connection.descriptor):
                 return connection
@@ -548,17 +616,18 @@ def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
         raise ValueError(f"a line break in a header field (one of {', '.join(headers)})")
     raw_host, port = url.reveal().raw_host or "", url.reveal().port
     host = f"[{raw_host}]" if ":" in raw_host else raw_host
-    fields = (
-        f"Host: {host}{f':{port}' if port != 80 else ''}\r\n"
-        "User-Agent: datatrove-ckpt\r\n"
-        "Accept: application/json\r\n"
-        "Accept-Encoding: identity\r\n"
-        "Content-Type: application/json\r\n"
-    )
+    own = {
+        "Host": f"{host}{f':{port}' if port != 80 else ''}",
+        "User-Agent": "datatrove-ckpt",
+        "Accept": "application/json",
+        "Accept-Encoding": "identity",
+        "Content-Type": "application/json",
+    }
+    fields = HiddenDict({**own, **headers})
     return HiddenBytes(
         (
-            f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n{fields}"
-            + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n"
+            + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
             + "Content-Length: "
         ).encode()
     )

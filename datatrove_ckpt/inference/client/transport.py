@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
 from datatrove_ckpt.retrying import parse_retry_after
@@ -94,7 +94,7 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
         await transport.close()
 
 
-async def post(transport: Transport, body: AnyBody, model: str) -> bytes:
+async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
     """The body of an answer (200, 201, 203). ``model`` appears in error messages only.
 
     Raises:
@@ -104,13 +104,14 @@ async def post(transport: Transport, body: AnyBody, model: str) -> bytes:
     url = transport.url
     try:
         with frames_cut():
-            response = await transport.send(body)
+            response = await transport.send(body, extras)
     except TimeoutError as error:
         kind = "connection" if isinstance(error, ConnectTimeout) else "answer"
         raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
     except transport.errors as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"No connection to {url}") from None
+        note_sent(extras)
         details = transport.explain(error)
         cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
         raise RetryableError(cause, unreachable=True) from None
@@ -118,7 +119,7 @@ async def post(transport: Transport, body: AnyBody, model: str) -> bytes:
         return response.body
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
-    note_sent(orjson.loads(body.text if isinstance(body, Body) else body))
+    note_sent([orjson.loads(body.text if isinstance(body, Body) else body), extras])
     raise _error(response, url, model, transport.redact)
 
 

@@ -147,8 +147,8 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 
 
 def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its ``count`` rows in the order of their indices. Without any index they are in order: those of
-    ``data``. Several others are a ranking.
+    """The answer and its ``count`` rows in the order of their indices. If no row has an index, the rows of ``data`` are
+    in order. Several others are a ranking.
     """
     answer, rows = _read(raw, redact)
     indices = _indices(rows, in_order=count == 1 or rows is answer.get("data"))
@@ -158,8 +158,10 @@ def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[Json
 
 
 def _indices(rows: list[JsonObject], in_order: bool) -> list[int]:
-    """``in_order``: a row without an index has that of its place."""
-    indices = [row.get("index", at if in_order else "missing") for at, row in enumerate(rows)]
+    """``in_order``: if no row has an index, the place of each row is its index."""
+    if in_order and not any("index" in row for row in rows):
+        return list(range(len(rows)))
+    indices = [row.get("index", "missing") for row in rows]
     if not all(type(index) is int for index in indices):
         raise RetryableError(f"the answer's rows have the indices {indices[:9]}, which must be integers")
     return indices

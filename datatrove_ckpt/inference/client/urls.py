@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable
-from typing import Self
+from typing import Self, TypeAlias
 from urllib.parse import quote, quote_plus
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,6 +21,10 @@ from datatrove_ckpt.redaction import HiddenDict, Redactor
 _PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
 _WHOLE = ("completions", "embeddings")  # ends of an address that is a path's own
+
+
+Extras: TypeAlias = dict[str, HiddenDict]
+"""What a request has beside its body: ``extra_headers``, ``extra_query``."""
 
 
 class HiddenUrl:
@@ -104,6 +108,12 @@ def _parsed(url: str) -> URL:
     except ValueError:
         return URL()
     return parsed if parsed.scheme in ("http", "https") else URL()
+
+
+def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
+    """URL and header fields of a request that has ``extras``. They replace equal ones."""
+    fields = {name.title(): value for name, value in extras["extra_headers"].items()}
+    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict({**headers, **fields})
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:

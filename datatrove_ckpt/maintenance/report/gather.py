@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from datatrove_ckpt.maintenance.report.histories import (
 )
 from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
-from datatrove_ckpt.redaction import HIDDEN, Veil
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
@@ -72,13 +70,10 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(
-    run: RunState, prices: Prices, config: Mapping[str, object], documents: Sequence[ShownDocument] = ()
-) -> Page:
+def gather(run: RunState, prices: Prices, documents: Sequence[ShownDocument] = ()) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing.
 
     Args:
-        config: the YAML file's content; empty without one.
         documents: to be shown with their answers.
     """
     states = [*run.ranks, *run.retries]
@@ -95,9 +90,9 @@ def gather(
         version=__version__,
         age=_age(run),
         figures=list(figures(run)),
-        costs=list(costs(run, prices, config, sum(one.starting or 0.0 for one in found))),
+        costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in (_documents(documents), *_tables(run, ranks, found, config)) if table.rows],
+        tables=[table for table in (_documents(documents), *_tables(run, ranks, found)) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -206,7 +201,7 @@ def _time(run: RunState, runs: bool) -> Figure:
     return Figure("totals.working_seconds", "Time worked", worked, duration(worked), since)
 
 
-def costs(run: RunState, prices: Prices, config: Mapping[str, object], wasted_seconds: float) -> Iterator[Figure]:
+def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figure]:
     """One figure for each price, the sum, and what that means for a million documents.
 
     Args:
@@ -214,8 +209,7 @@ def costs(run: RunState, prices: Prices, config: Mapping[str, object], wasted_se
     """
     amounts: list[tuple[str, float, str]] = []
     total = 0.0
-    if prices.gpu_hour is not None:
-        gpus = prices.gpus_per_rank or gpus_in(config) or 1
+    if prices.gpu_hour is not None and (gpus := prices.gpus_per_rank):
         hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
         total += hours * prices.gpu_hour
         with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
@@ -241,22 +235,6 @@ def _tokens(run: RunState, kind: str) -> int:
         max(getattr(sums.work, kind), getattr(sums.counts, kind) + getattr(sums.unfinished, kind))
         for sums in (run.totals, run.retried)
     )
-
-
-def gpus_in(node: object) -> int | None:
-    """GPUs of one rank by a YAML file's settings; None if they do not tell."""
-    if isinstance(node, Mapping) and "server_type" in node:
-        if isinstance(given := node.get("gpus"), int):
-            return given
-        numbers = [node.get(name, 1) for name in ("tp", "dp", "pp", "replicas")]
-        known = [number for number in numbers if isinstance(number, int) and number > 0]
-        return math.prod(known) if len(known) == len(numbers) else None
-    parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-    models = [one for one in parts if isinstance(one, Mapping) and "server_type" in one]
-    if len(models) > 1:  # of one rollout
-        of_models = [gpus_in(one) for one in models if one["server_type"] != "endpoint"]
-        return sum(filter(None, of_models)) if None not in of_models else None
-    return next((gpus for gpus in map(gpus_in, parts) if gpus is not None), None)
 
 
 def money(amount: float) -> str:
@@ -291,9 +269,7 @@ def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -
         yield Chart("Errors over time", edges, lines, cuts)
 
 
-def _tables(
-    run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption], config: Mapping[str, object]
-) -> Iterator[Table]:
+def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]) -> Iterator[Table]:
     yield _interruptions(together(found))
     causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
@@ -301,7 +277,6 @@ def _tables(
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
     yield _models(run.together.models)
     yield _ranks(ranks)
-    yield Table("Settings", ("name", "value"), list(_flat(config.get("executor", {}))))
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
@@ -400,17 +375,3 @@ def _ranks(ranks: Sequence[_Rank]) -> Table:
     note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
     columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
     return Table("Ranks", columns, rows, note, tones)
-
-
-def _flat(node: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves of nested settings, with dotted names, without secrets."""
-    if repr(Veil(name, node)) == HIDDEN and not name.endswith(".metadata_key"):
-        yield name, HIDDEN
-    elif isinstance(node, dict) and node:
-        for key, part in node.items():
-            yield from _flat(part, name if key == "init_args" else f"{name}.{key}" if name else str(key))
-    elif isinstance(node, list) and any(isinstance(part, dict) for part in node):
-        for index, part in enumerate(node):
-            yield from _flat(part, f"{name}.{index}")
-    elif name:
-        yield name, repr(Veil("", node)) if not isinstance(node, str) else node

@@ -150,7 +150,7 @@ class Scanner:
     def _recover(self, found: RankInput) -> None:
         with closing(RequestCache(found.folder / CACHE)) as cache:
             log = CommitLog(found.folder / COMMITS)
-            files.disk.make_dirs(last_chunk_of(found.folder).parent)  # migrate leaves none
+            files.disk.make_dirs(last_chunk_of(found.folder).parent)
             found.point = recover(found.folder, log, cache, self.runner.step.records_per_chunk)
 
     def _read(self, found: RankInput, share: Share) -> None:

@@ -12,11 +12,9 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint.identity import is_unstarted, read_run
 from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks, tasks_of
 from datatrove_ckpt.checkpoint.layout import (
     RESHARD_PLAN,
-    RUN,
     SHARD,
     SHARES,
     is_finished,
@@ -35,6 +33,7 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.mirror.changing import restore_all, upload_ranks
 from datatrove_ckpt.mirror.reading import new_mirror
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.owner import Homes
 from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.before_run import check_job, check_output_of_run
@@ -103,6 +102,8 @@ def reshard(executor: PipelineExecutor, tasks: int, dry_run: bool = False) -> Re
         return _reshard(plan, tasks, dry_run)
     with log_disabled("datatrove_ckpt.mirror"), checkpoints_seen(executor, True, restore_all):
         step.checkpoints_remote_dir = None
+        homes = Homes(step.checkpoints_root, url)
+        homes.keep(homes.begun())
         try:
             found = _reshard(plan, tasks, dry_run)
             if not dry_run:
@@ -222,8 +223,7 @@ class _Reshard:
         with log_disabled("datatrove_ckpt.readers"):
             numbers = sorted({*range(self._before), *rank_numbers(self._root), *self._scanner.shares.ranks})
             ranks = {rank: self._scanner.look(rank) for rank in numbers}
-        come_back = any(each.has_started for rank, each in ranks.items() if self._before <= rank < self._tasks)
-        if not come_back and all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
+        if all(each.is_done or not (each.rest or each.has_started) for each in ranks.values()):
             raise ConfigError(
                 f"reshard: nothing is left to deal out: the run in {self._root} is finished. Go on with "
                 f"{plural(self._before, 'task')}."
@@ -379,14 +379,8 @@ def refuse_retried(root: Path, rank: int, tasks: int) -> None:
 def check_begun(root: Path) -> None:
     """
     Raises:
-        ConfigError: a task of a fork never started, or a retry of dead letters is not finished.
+        ConfigError: a retry of dead letters is not finished.
     """
-    paths = {rank: rank_folder(root, rank) / RUN for rank in rank_numbers(root)}
-    if unstarted := [rank for rank, path in paths.items() if path.exists() and is_unstarted(read_run(path))]:
-        raise ConfigError(
-            f"reshard: {root} is a fork, and {name_tasks(unstarted)} of it never started: what is kept for them holds "
-            "for the number of tasks of the other run only. Start every task of it once, or make a new run."
-        )
     retries = [rank_folder(folder, rank) for folder in retry_folders(root) for rank in rank_numbers(folder)]
     for folder in retries:
         if not is_finished(folder):

@@ -1,0 +1,76 @@
+"""What a rank is about to publish, on its disk before any of it appears in the output folder.
+
+A file that stands where a rank publishes is replaced only if its content is named here: then an earlier attempt of this
+rank published it. A chunk that is written again, by another version of zlib or pyarrow perhaps, has other bytes. Every
+other content belongs to another job, and stays.
+
+A rank without this file may have published anything: an earlier release began it, it came from a mirror, or ``repair``
+rebuilt its commits. Then ``ChunkOutput.prepare`` takes the files under the rank's names for its own, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import PUBLISHING
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
+
+_ADVICE = (
+    "Check that no other job writes to the output folder, then remove this file: uncommitted output files under the "
+    "rank's names count as the rank's own then."
+)
+
+
+class Intents:
+    """The content that a rank may have published, as hashes by file name: a line for each time that a chunk is written.
+
+    Args:
+        folder: the rank's folder.
+
+    Raises:
+        CheckpointCorrupt: the file is damaged.
+        StorageFailed: the file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / PUBLISHING
+        self.is_kept = self.path.exists()
+        self._hashes: defaultdict[str, set[str]] = defaultdict(set)
+        self._whole = 0
+        for line in read_lines(self.path, _ADVICE):
+            self._note(orjson.loads(line.body))
+            self._whole = line.offset + line.length
+        self._file: files.AppendFile | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the files."""
+        return set(self._hashes)
+
+    def hashes(self, name: str) -> set[str]:
+        """The hashes of the content that this rank may have published under the name."""
+        return self._hashes.get(name, set())
+
+    def add(self, hashes: Mapping[str, str]) -> None:
+        """Names the content of files, by file name. This survives power loss once ``add`` returns."""
+        if self._file is None:
+            self._file = self._open()
+        self._file.append(seal(orjson.dumps(hashes)))
+        self._file.sync()
+        self._note(hashes)
+        self.is_kept = True
+
+    def _open(self) -> files.AppendFile:
+        """Cuts off a torn line."""
+        if self.is_kept and self.path.stat().st_size > self._whole:
+            files.disk.truncate(self.path, self._whole)
+        return files.AppendFile(self.path)
+
+    def _note(self, hashes: Mapping[str, str]) -> None:
+        for name, one in hashes.items():
+            self._hashes[name].add(one)

@@ -1,0 +1,266 @@
+"""Finds finished documents in an old output, so that they need no request: the setting ``finished_from``.
+
+The old output is that of datatrove's own ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON
+lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document
+that has its id and its text. Nothing else is compared, and nothing else of an old checkpoint is used: its count of
+finished chunks includes documents that were lost.
+
+Each start of a rank reads the old output again, before its first document is handed over, so no crash leaves a state.
+The metadata of the rows is copied to a temporary file that has no name. In memory are 16 bytes for each row, 40 while
+they are sorted. Rows are not looked up in the old files: gzip cannot seek, S3 is slow, and datatrove's rows are in no
+order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import orjson
+import xxhash
+from datatrove.data import Document
+from datatrove.io import DataFolder, get_datafolder
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES
+from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
+from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.formatting import plural, safe_repr, safe_text
+from datatrove_ckpt.output.documents import Result, decode, encode, result_of
+from datatrove_ckpt.output.formats import Format, Row, format_of_file
+
+_TORN = "torn lines, as a kill leaves them"
+_NO_DOCUMENT = "rows without an id or a text"
+_DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
+_DIGEST_BYTES = 16
+_LENGTH_BYTES = 8
+# Fields of some results only: in Parquet the others have null there.
+_OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
+_OWN_FIELDS = ("text", "id", "media", "metadata")
+
+
+class _OldFile(NamedTuple):
+    folder: DataFolder
+    name: str
+    format: Format
+
+
+class FinishedDocuments:
+    """Finds the old results of documents. For one thread; ``close`` may be called by another.
+
+    Args:
+        places: folders or URLs, each with a pattern of file names at its end or without.
+        metadata_key: under which the results are.
+        rollouts: the most results that a document may have.
+        folder: for the temporary file; None: the system's.
+    """
+
+    def __init__(
+        self, places: str | Path | Sequence[str], rank: int, metadata_key: str, rollouts: int, folder: Path | None
+    ) -> None:
+        given = [places] if isinstance(places, str | Path) else places
+        self._places = [str(place) for place in given]
+        self._rank = rank
+        self._metadata_key = metadata_key
+        self._rollouts = rollouts
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self._keys = np.zeros(0, np.uint64)
+        self._offsets = np.zeros(0, np.uint64)
+        self._causes = Counter[str]()
+        self._most_results = 0
+        self.taken = 0
+        self.missing = 0
+
+    def take(self, document: Document) -> Json | None:
+        """Returns the metadata that the document had when it was finished; None if the old output lacks it.
+
+        The first call reads the old output.
+
+        Raises:
+            ConfigError: the old output is not there, or holds nothing that can be taken over.
+            InputError, StorageFailed: a file cannot be read, or the temporary file cannot be written.
+        """
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
+            self._read(self._file)
+        old = self._find(self._file, _digest(str(document.id), document.text))
+        if old is not None:
+            self.taken += 1
+            return self._merged(document.metadata, decode(old).metadata)
+        if not self.missing:
+            name = safe_repr(str(document.id))
+            logger.info(f"finished_from: the document {name} is the first that it lacks, after {self.taken} found.")
+        self.missing += 1
+        return None
+
+    def close(self) -> None:
+        """Removes the temporary file. A thread that still uses it gets a ValueError."""
+        if self._file is not None:
+            self._file.close()
+
+    def _find(self, file: IO[bytes], digest: bytes) -> bytes | None:
+        key = np.uint64(_key(digest))
+        index = int(np.searchsorted(self._keys, key))
+        if index == len(self._keys) or self._keys[index] != key:
+            return None
+        at = int(self._offsets[index])
+        head = os.pread(file.fileno(), _DIGEST_BYTES + _LENGTH_BYTES, at)
+        if not head.startswith(digest):
+            return None
+        return os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
+
+    def _merged(self, as_read: Json, old: Json) -> Json:
+        """JSON has lost types that the document has as it was read. The path of its file may be another one now."""
+        for name, value in as_read.items():
+            if name in old and (name == "file_path" or _is_same(value, old[name])):
+                old[name] = value
+        old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
+        return old
+
+    # the old output ----------------------------------------------------------------------------------------------
+
+    def _read(self, file: IO[bytes]) -> None:
+        found = [old for place in self._places for old in self._files(place)]
+        names = ", ".join(self._places)
+        keys = array("Q")
+        offsets = array("Q")
+        with explained("write a temporary file in", self._folder or tempfile.gettempdir()):
+            for old in found:
+                for document in self._documents(old):
+                    digest = _digest(document.id, document.text)
+                    document.text = ""
+                    data = encode(document)
+                    keys.append(_key(digest))
+                    offsets.append(file.tell())
+                    file.write(b"".join((digest, len(data).to_bytes(_LENGTH_BYTES), data)))
+            file.flush()
+        causes = [f"{number} {cause}" for cause, number in self._causes.items()]
+        if not keys and not any("${rank}" in place for place in self._places):
+            why = "; ".join(causes) or "no rows"
+            raise ConfigError(
+                f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's output folder and "
+                "checkpoints_local_dir; metadata_key and rollouts_per_document must be that run's."
+            )
+        self._keys, first = np.unique(np.frombuffer(keys, np.uint64), return_index=True)
+        self._offsets = np.frombuffer(offsets, np.uint64)[first]
+        number = plural(len(self._keys), "finished document")
+        logger.info(f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no request.")
+        for cause in causes:
+            logger.warning(f"finished_from: not taken over: {cause}.")
+        if 0 < self._most_results < self._rollouts:
+            most = plural(self._most_results, "result")
+            logger.warning(
+                f"finished_from: rollouts_per_document is {self._rollouts}, but no document has over {most}."
+            )
+
+    def _files(self, place: str) -> list[_OldFile]:
+        """The files of a place that may hold documents."""
+        path = place.replace("${rank}", f"{self._rank:05d}")
+        pattern = None
+        if "*" in path:
+            path, _, pattern = path.rpartition("/")
+        folder = get_datafolder(path if "://" in path else str(expand_path("finished_from", path)))
+        if "${rank}" not in place and not folder.exists(""):
+            raise ConfigError(f"finished_from: {place} does not exist.")
+        found = []
+        for name in folder.list_files(glob_pattern=pattern):
+            parts = name.split("/")
+            known = format_of_file(name)
+            if known is not None and parts[-1] not in CHECKPOINT_LINES and not any(part[0] == "." for part in parts):
+                found.append(_OldFile(folder, name, known))
+        return found
+
+    def _documents(self, old: _OldFile) -> Iterator[Document]:
+        """The documents of a file that can be taken over. Counts the others."""
+        where = old.folder.resolve_paths(old.name)
+        compression = None if old.format.is_compressed else "infer"
+        try:
+            with old.folder.open(old.name, "rb", compression=compression) as file:
+                for row, line in old.format.rows(file):
+                    document, cause = self._document(row, line)
+                    if document is not None:
+                        yield document
+                    else:
+                        self._causes[cause] += 1
+        except _DAMAGED:
+            self._causes["files that end too early or are damaged: their rows before that count"] += 1
+        except OSError as error:
+            raise InputError(
+                f"finished_from: {where} cannot be read ({safe_text(error)}). Run the same command again when it can."
+            ) from error
+
+    def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
+        """A row's document, or why there is none."""
+        if row is None:
+            return None, _TORN
+        if line.startswith(PREFIX):  # of our journal
+            body = unseal(line)
+            if body is None:
+                return None, _TORN
+            finished = Finished.from_body(body)
+            if finished.outcome != "written":
+                return None, "documents that are dropped or dead letters"
+            document = decode(finished.document)
+        elif row.get("id") is None or row.get("text") is None:
+            return None, _NO_DOCUMENT
+        else:
+            document = Document(row["text"], str(row["id"]), metadata=_metadata_of(row))
+        document.media = []
+        results = document.metadata.get(self._metadata_key)
+        if not isinstance(results, list) or not results:
+            return None, f"documents without results under {self._metadata_key!r}: dropped, skipped, or not finished"
+        if len(results) > self._rollouts:
+            return None, f"documents with more results than rollouts_per_document ({self._rollouts})"
+        self._most_results = max(self._most_results, len(results))
+        return document, ""
+
+
+def _digest(name: str, text: str) -> bytes:
+    """The digest of a document's id and text."""
+    return xxhash.xxh3_128_digest(f"{len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
+
+
+def _key(digest: bytes) -> int:
+    return int.from_bytes(digest[:8])
+
+
+def _metadata_of(row: Row) -> Json:
+    """A row's metadata, also where the writer made columns of them."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, dict):
+        return metadata
+    return {name: value for name, value in row.items() if name not in _OWN_FIELDS}
+
+
+def _is_same(as_read: object, old: object) -> bool:
+    """Whether two values are equal once they are JSON."""
+    try:
+        return bool(_as_json(as_read) == _as_json(old))
+    except TypeError:  # no writer would have written it
+        return True
+
+
+def _as_json(value: object) -> object:
+    return orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _result(value: object) -> object:
+    """JSON of an InferenceResult becomes an InferenceResult, for adapters and writers that expect it."""
+    if not isinstance(value, dict):
+        return value
+    fields = {name: field for name, field in value.items() if field is not None or name not in _OF_SOME}
+    try:
+        return result_of(fields, Result)
+    except TypeError:  # the rollout's own
+        return value

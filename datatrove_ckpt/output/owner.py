@@ -1,0 +1,370 @@
+"""The owner of an output folder: one run for each ``output_filename``, named by a small file beside the folder.
+
+The file is made before the first request, so that one of several runs alone succeeds: by a link on a disk, a
+conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. Other stores, buckets of the hub
+among them, have nothing of the kind: there the file is written, and read again a second later. Two runs that start in
+that second may both go on, until the first one publishes and reads the file once more.
+
+The file is beside the folder and not in it, because datatrove's readers take every file below a folder for data. Where
+nothing can be written there, the folder has no owner, and only ``Target.publish`` keeps two runs apart.
+
+A folder without the file gets one. A file that names another run refuses this one, also if the other run is no more:
+the message names the file, to be removed by hand. Only a run that had its checkpoints in the same place, and has none
+there any more, gives way.
+
+A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as they were at its first start. The
+file ``home`` in that folder keeps them, so a run keeps its output if its folder is moved or copied, or its settings
+change. Tasks on nodes with disks of their own need no agreement: they have the mirror, or the same settings.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import secrets
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+import xxhash
+from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import HOME, OWNER
+from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.errors import OutputMismatch
+from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
+from datatrove_ckpt.output.names import stem
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, is_taken
+
+_CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
+_READ_AGAIN_SECONDS = 1.0
+_RESHARDED = re.compile(r"\.resharded-\d+$")  # a mirror that ``reshard`` has made of another one
+_LIMITED = 429
+_MISMATCH = 412
+"""HTTP status of a commit whose parent is not the newest commit any more."""
+
+
+class Owner(NamedTuple):
+    """A run, as the record of an output folder names it.
+
+    Attributes:
+        home: its mirror, or its ``checkpoints_local_dir``, as they were at the run's first start.
+        run: the hash of its identity at that time.
+        key: by chance, so that a later run in the same place is another one; "": not known.
+        host: where the record was written.
+    """
+
+    home: str
+    run: str
+    key: str
+    host: str
+
+
+class Homes(NamedTuple):
+    """The places by which a run is known: the place where it began, and its settings of today.
+
+    Attributes:
+        root: ``checkpoints_local_dir``.
+        mirror: ``checkpoints_remote_dir``.
+        run: the hash of the run's identity; None: not known, so any will do.
+    """
+
+    root: Path
+    mirror: str | None
+    run: str | None = None
+
+    @property
+    def kept(self) -> Owner | None:
+        """The run as it began; None if that is not kept on this disk."""
+        path = self.root / HOME
+        return Owner(**orjson.loads(path.read_bytes())) if path.exists() else None
+
+    @property
+    def place(self) -> str:
+        """The mirror, or the folder of the checkpoints."""
+        if self.mirror is None:
+            return str(self.root.absolute())
+        mirror = _RESHARDED.sub("", self.mirror.rstrip("/"))
+        return mirror if "://" in mirror else str(Path(mirror).absolute())
+
+    def begun(self, key: str = "") -> Owner:
+        """The run as it begins here and now."""
+        return Owner(self.place, self.run or "", key, socket.gethostname())
+
+    def owns(self, owner: Owner) -> bool:
+        """Whether a record names this run."""
+        kept = self.kept
+        own = kept or self.begun()
+        if own.key and own.key == owner.key:
+            return True
+        if own.home != owner.home:
+            return False
+        if self.mirror is not None or (kept is not None and not kept.key):
+            return True  # a mirror belongs to one run
+        # A node that has a disk of its own began the run, perhaps at the same moment.
+        is_same = own.run == owner.run or (kept is None and self.run is None)
+        return is_same and own.host != owner.host
+
+    def is_gone(self, owner: Owner, is_unused: Callable[[], bool]) -> bool:
+        """Whether a record names an earlier run, whose checkpoints were in this place, and were removed or moved."""
+        if self.kept is not None or owner.home != str(self.root.absolute()):
+            return False
+        return owner.host == socket.gethostname() or is_unused()
+
+    def keep(self, owner: Owner) -> Owner:
+        """Keeps the run as its record names it. Returns what is kept: several ranks may do this at one moment."""
+        path = self.root / HOME
+        if not path.exists():
+            files.disk.make_dirs(self.root)
+            new = path.with_name(f"{HOME}.{secrets.token_hex(4)}")
+            files.disk.write_new(new, [orjson.dumps(owner._asdict())])
+            files.disk.put_new(new, path)
+            files.disk.remove(new)
+        return self.kept or owner
+
+
+class Ownership:
+    """A run's claim on an output folder.
+
+    Args:
+        template: the writer's ``output_filename``. Templates that differ in the ending alone have one owner.
+    """
+
+    def __init__(self, folder: DataFolder, template: str, homes: Homes) -> None:
+        self._folder = folder
+        self._template = template
+        self._homes = homes
+        self._record = _record(folder, f"{OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}")
+
+    def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
+        """Returns whether this run owns the folder; False: it may become the owner. Changes nothing.
+
+        Args:
+            is_unused: returns whether the folder holds no file of the template. Then a run that had its checkpoints in
+                the same place, and was removed, is no owner any more.
+
+        Raises:
+            OutputMismatch: another run owns it. The message names both runs, and the way out.
+            OSError: the record cannot be read.
+        """
+        return self._compare(is_unused)[0]
+
+    def _compare(self, is_unused: Callable[[], bool]) -> tuple[bool, Owner | None]:
+        owner = self._record.read()
+        if owner is None or self._homes.owns(owner):
+            return owner is not None, owner
+        if self._homes.is_gone(owner, is_unused):
+            return False, owner
+        raise self._refusal(owner)
+
+    def claim(self, is_unused: Callable[[], bool]) -> None:
+        """Makes this run the owner, unless another run is. A second call only compares.
+
+        Args:
+            is_unused: see ``check``.
+
+        Raises:
+            OutputMismatch: another run owns the folder.
+            OSError: the record can be neither read nor written.
+        """
+        try:
+            is_owned, owner = self._compare(is_unused)
+            kept = self._homes.keep(owner if is_owned and owner else self._homes.begun(secrets.token_hex(8)))
+            if not is_owned:
+                if owner is not None:
+                    self._record.remove()
+                self._record.create(kept)
+                self.check()
+        except PermissionError as error:
+            logger.warning(
+                f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows other runs that "
+                f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
+            )
+
+    def release(self) -> None:
+        """Leaves the folder to the next run. Raises as ``check``."""
+        if self.check():
+            self._record.remove()
+
+    def _refusal(self, owner: Owner) -> OutputMismatch:
+        where = self._folder.resolve_paths("")
+        return OutputMismatch(
+            f"{where} belongs to another run, with checkpoints in {owner.home} (host {owner.host}): both runs would "
+            f"write files that output_filename {self._template!r} names. Nothing was written. Choose another "
+            "output_folder for this run. If the other run is no more, or its output was moved away, remove its files "
+            f"there, and the file that names it, {shlex.quote(self._record.place)}; then run the same command again."
+        )
+
+
+# where the record is --------------------------------------------------------------------------------------------------
+
+
+def _record(folder: DataFolder, name: str) -> _Record:
+    if folder.is_local():
+        place = Path(folder.resolve_paths("")).resolve()
+        return _LocalRecord(place.with_name(f".{place.name}.{name}"))
+    hub = HubFolder.of(folder)
+    if hub is None:
+        root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
+        return _RemoteRecord(folder, _beside(root + slash, path, name))
+    if hub.is_bucket:
+        return _BucketRecord(folder, hub, _beside("", hub.path, name))
+    return _HubRecord(hub, _beside("", hub.path, name))
+
+
+def _beside(root: str, path: str, name: str) -> str:
+    """The path of the record. The root of a bucket or of a repository has nothing beside it."""
+    parent, last = posixpath.split(path)
+    return posixpath.join(root, parent, f".{last}.{name}" if last else f".{name}")
+
+
+class _Record:
+    """The file that names the owner. ``place``: its path or URL, for people."""
+
+    place: str
+
+    def read(self) -> Owner | None:
+        """The owner; None if there is no file."""
+        data = self._read()
+        if data is None:
+            return None
+        try:
+            return Owner(**orjson.loads(data))
+        except (orjson.JSONDecodeError, TypeError):
+            return Owner("(unknown: the record is damaged)", "", "damaged", "")
+
+    def create(self, owner: Owner) -> None:
+        """Writes the file, unless there is one. Raises OSError."""
+        self._create(orjson.dumps(owner._asdict()))
+
+    def remove(self) -> None:
+        raise NotImplementedError
+
+    def _read(self) -> bytes | None:
+        raise NotImplementedError
+
+    def _create(self, data: bytes) -> None:
+        raise NotImplementedError
+
+
+class _LocalRecord(_Record):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.place = str(path)
+
+    def _read(self) -> bytes | None:
+        with explained("read", self._path):
+            return self._path.read_bytes() if self._path.exists() else None
+
+    def _create(self, data: bytes) -> None:
+        files.disk.make_dirs(self._path.parent)
+        if not os.access(self._path.parent, os.W_OK):
+            raise PermissionError(f"{self._path.parent} is not writable")
+        new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        files.disk.write_new(new, [data], files.PUBLIC_FILE)
+        try:
+            files.disk.put_new(new, self._path)
+            files.disk.sync_dir(self._path.parent)
+        finally:
+            files.disk.remove(new)
+
+    def remove(self) -> None:
+        files.disk.remove(self._path)
+
+
+class _RemoteRecord(_Record):
+    def __init__(self, folder: DataFolder, path: str) -> None:
+        self._fs = folder.fs
+        self._path = path
+        self.place = str(self._fs.unstrip_protocol(path))
+
+    def _read(self) -> bytes | None:
+        self._fs.invalidate_cache()
+        try:
+            with file_system_call():
+                return bytes(self._fs.cat_file(self._path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if http_status(error) == 404:
+                return None
+            raise
+
+    def _create(self, data: bytes) -> None:
+        mode = {"mode": "create"} if "mode" in signature(self._fs.pipe_file).parameters else {}
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
+        try:
+            with file_system_call():
+                self._fs.pipe_file(self._path, data, **mode)
+        except OSError as error:
+            if not is_taken(error):
+                raise
+        if not protocols & _CREATES_ONCE:
+            time.sleep(_READ_AGAIN_SECONDS)
+
+    def remove(self) -> None:
+        with file_system_call():
+            self._fs.rm_file(self._path)
+
+
+class _BucketRecord(_RemoteRecord):
+    def __init__(self, folder: DataFolder, hub: HubFolder, path: str) -> None:
+        super().__init__(folder, f"buckets/{hub.repo}/{path}")
+        self._hub = hub
+        self._name = path
+
+    def _create(self, data: bytes) -> None:
+        # ``pipe_file`` would leave a copy in the temporary folder.
+        self._hub.api().batch_bucket_files(self._hub.repo, add=[(data, self._name)])
+        time.sleep(_READ_AGAIN_SECONDS)
+
+
+class _HubRecord(_Record):
+    """In a repository. The commit names its parent: of two runs, one alone makes the next commit."""
+
+    def __init__(self, hub: HubFolder, path: str) -> None:
+        self._hub = HubFolder(hub.kind, hub.repo, hub.revision, "", hub.endpoint)
+        self._path = path
+        self.place = f"{self._hub.url}/{path}"
+
+    def _head(self) -> str | None:
+        hub = self._hub
+        head: str | None = hub.api().repo_info(hub.repo, revision=hub.branch, repo_type=hub.kind).sha
+        return head
+
+    def _read(self) -> bytes | None:
+        try:
+            found = self._hub.look_up([self._path])
+        except OSError as error:
+            if is_missing_repository(error):
+                return None
+            raise
+        return b"".join(self._hub.blocks(self._path, 1 << 20)) if found else None
+
+    def _create(self, data: bytes) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        head = self._head()
+        if self._hub.look_up([self._path], head):
+            return
+        try:
+            self._hub.commit([CommitOperationAdd(self._path, data)], "Note the run that writes here", head)
+        except OSError as error:
+            status = http_status(error)
+            if status == _LIMITED:  # for an hour, perhaps; each commit of files compares, too
+                raise PermissionError(str(error)) from error
+            if status != _MISMATCH:
+                raise
+
+    def remove(self) -> None:
+        from huggingface_hub import CommitOperationDelete
+
+        self._hub.commit([CommitOperationDelete(self._path)], "Remove the note of a run that is gone", self._head())

@@ -1,0 +1,331 @@
+"""``answers_from``: a run with a changed rollout uses an old run's answers to equal payloads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
+from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
+from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from tests.commands import Command
+from tests.crash.test_every_effect import OF_FILES
+from tests.jobs import documents, writer
+from tests.make_release import run
+from tests.patience import until_async
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+from .test_releases import VERSIONS, kept, restored
+
+DOCUMENTS = 7
+
+
+def number_of_commits(path: str) -> int:
+    return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
+
+
+class TwoSteps:
+    """Two requests for each document; the second one depends on the style."""
+
+    def __init__(self, style: str, stop_at: str | None = None, commits: Path | None = None) -> None:
+        self.style = style
+        self.stop_at = stop_at
+        self._commits = str(commits)
+
+    async def __call__(self, document: Document, generate: Any) -> Any:
+        first = await generate({"messages": [{"role": "user", "content": f"Say {document.text}"}]})
+        if document.id == self.stop_at:
+            await until_async(lambda: number_of_commits(self._commits) >= 2)
+            raise RuntimeError("stopped between two requests, with two chunks committed")
+        second = await generate({"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]})
+        return second.text
+
+
+def start(
+    folder: Path,
+    server: FakeServer,
+    rollout: TwoSteps,
+    number: int = DOCUMENTS,
+    changed: str | None = None,
+    config: dict[str, Any] | None = None,
+    world_size: int = 1,
+    **settings: Any,
+) -> None:
+    """Runs the only task. ``changed``: id of a document with another text."""
+    found = documents(number)
+    for document in found:
+        document.text += " changed" if document.id == changed else ""
+    InferenceRunner(
+        rollout,
+        InferenceConfig(
+            server_type="endpoint",
+            endpoint_url=server.url,
+            **{"model_name_or_path": "fake", "max_concurrent_generations": 1, **(config or {})},
+        ),
+        writer(folder),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        **{"records_per_chunk": 2, **settings},
+    ).run(found, 0, world_size)
+
+
+@pytest.fixture
+def old(tmp_path: Path, server: FakeServer) -> Path:
+    """A run that has stopped: documents 0 to 3 are committed, 4 is in a journal, 5 has its first answer."""
+    folder = tmp_path / "old"
+    with pytest.raises(DocumentFailed):
+        start(folder, server, TwoSteps("Shorter", "id 5", folder / "checkpoints" / "00000" / "commits.jsonl"))
+    server.asked.clear()
+    return folder
+
+
+def checkpoints(folder: Path) -> str:
+    return str(folder / "checkpoints")
+
+
+def first_requests(server: FakeServer) -> set[str]:
+    """The documents whose first request was sent."""
+    return {question.removeprefix("Say text ") for question in server.asked if question.startswith("Say")}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
+def test_only_answers_to_equal_payloads_are_not_asked_again(
+    per_chunk: int, old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    new, fresh = tmp_path / "new", tmp_path / "fresh"
+    before = kept(old)
+    start(new, server, TwoSteps("Longer"), records_per_chunk=per_chunk, answers_from=checkpoints(old))
+    assert first_requests(server) == {"0", "1", "2", "3", "6"}
+    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
+    assert outputs(new / "output") == outputs(fresh / "output")
+    report = verify(new / "checkpoints", full=True)
+    assert (report.problems, report.unfinished) == ([], [])
+    assert kept(old) == before
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("finished", [True, False])
+def test_with_keep_answers_committed_documents_are_not_asked_again_either(
+    finished: bool, tmp_path: Path, server: FakeServer
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    commits = old / "checkpoints" / "00000" / "commits.jsonl"
+    if finished:
+        start(old, server, TwoSteps("Shorter"), keep_answers=True)
+        assert is_finished(commits.parent)
+    else:
+        with pytest.raises(DocumentFailed):
+            start(old, server, TwoSteps("Shorter", "id 5", commits), keep_answers=True)
+    kept_answers = commits.with_name("answers.jsonl")
+    assert kept_answers.stat().st_mode & 0o777 == 0o600
+    # A kill between the two steps of dropping a chunk leaves its answers twice; a power loss leaves parts of lines.
+    kept_answers.write_bytes(kept_answers.read_bytes() * 2 + b'{"xxh":"00')
+    server.asked.clear()
+    start(new, server, TwoSteps("Longer"), answers_from=checkpoints(old))
+    assert first_requests(server) == (set() if finished else {"6"})
+    assert sum(server.asked.values()) == DOCUMENTS + (not finished)
+    assert not (new / "checkpoints" / "00000" / "answers.jsonl").exists()
+    assert is_finished(commits.parent) == finished
+
+
+def test_answers_are_handed_on_from_run_to_run(tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "1", server, TwoSteps("Shorter"), keep_answers=True)
+    answers_from = checkpoints(tmp_path / "1")
+    start(tmp_path / "2", server, TwoSteps("Longer"), keep_answers=True, answers_from=answers_from)
+    server.asked.clear()
+    start(tmp_path / "3", server, TwoSteps("Shorter"), answers_from=str(tmp_path / "2"))  # its run folder
+    assert not server.asked
+
+
+@pytest.mark.usefixtures("code_described_once")
+def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer) -> None:
+    def attempt(folder: Path) -> None:
+        start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
+
+    def all_are_there(folder: Path) -> None:
+        rank = folder / "checkpoints" / "00000"
+        found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
+        if (rank / "replay.sqlite3").exists():
+            copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
+            cache = RequestCache(copy / "replay.sqlite3")
+            found |= cache.ordinals()
+            cache.close()
+            shutil.rmtree(copy)
+        done = read_commits(rank / "commits.jsonl").values()
+        assert found >= {ordinal for commit in done for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
+
+    (tmp_path / "job").mkdir()
+    assert_same_output_after_crash(
+        attempt, tmp_path / "job", recoveries=False, after_crash=all_are_there, counted=OF_FILES
+    )
+
+
+def test_a_run_that_takes_answers_is_killed_at_every_effect(
+    old: Path, tmp_path: Path, server: FakeServer, code_described_once: None
+) -> None:
+    """Each attempt reads the old answers again."""
+    before = kept(old)
+
+    def attempt(folder: Path) -> None:
+        start(folder, server, TwoSteps("Longer"), answers_from=checkpoints(old))
+
+    (tmp_path / "job").mkdir()
+    assert_same_output_after_crash(attempt, tmp_path / "job", recoveries=False, counted=OF_FILES)
+    assert kept(old) == before
+    assert first_requests(server) == {"0", "1", "2", "3", "6"}
+
+
+def test_the_old_run_goes_on_beside_the_new_one(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
+    server.asked.clear()
+    start(old, server, TwoSteps("Shorter"), accept_changes=True)
+    assert first_requests(server) == {"6"}
+    assert verify(old / "checkpoints", full=True).problems == []
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_answer_that_was_used_once_belongs_to_the_new_run(
+    is_gone: bool, old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    """Also where the setting is left out later, and where the run is finished and the old one is gone."""
+    new = tmp_path / "new"
+    stopping = TwoSteps("Longer", "id 5", new / "checkpoints" / "00000" / "commits.jsonl")
+    with pytest.raises(DocumentFailed):
+        start(new, server, stopping, answers_from=checkpoints(old))
+    if is_gone:
+        shutil.rmtree(old)
+    start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=None if is_gone else checkpoints(old))
+    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    assert verify(new / "checkpoints", full=True).problems == []
+    start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=checkpoints(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("number", [3, 5, 9])
+def test_the_input_may_be_shorter_or_longer(number: int, old: Path, tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old))
+    assert first_requests(server) == {str(one) for one in range(number)} - {"4", "5"}
+    assert verify(tmp_path / "new" / "checkpoints", full=True).problems == []
+
+
+def test_a_document_with_another_text_is_asked_again(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    start(tmp_path / "new", server, TwoSteps("Longer"), changed="id 4", answers_from=checkpoints(old))
+    assert first_requests(server) == {"0", "1", "2", "3", "4 changed", "6"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"config": {"model_kwargs": {"revision": "v2"}}}, 'model_kwargs.revision: (not set) -> "v2"'),
+        ({"config": {"use_chat": False}}, "use_chat: true -> false"),
+        ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
+        ({"world_size": 2}, "tasks: 1 -> 2"),
+    ],
+)
+def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
+    changes: dict[str, Any], line: str, old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    new = tmp_path / "new"
+    with pytest.raises(CheckpointMismatch) as refused:
+        start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=checkpoints(old), **changes)
+    assert line in str(refused.value)
+    assert "leave answers_from out" in str(refused.value)
+    assert not server.asked
+    assert not (new / "checkpoints" / "00000").exists()
+    start(new, server, TwoSteps("Longer"))
+    assert sum(server.asked.values()) == 2 * DOCUMENTS
+
+
+def test_a_run_that_was_dealt_out_anew_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    (old / "checkpoints" / "shares.json").touch()
+    with pytest.raises(ConfigError, match="answers_from: reshard has dealt out the input of"):
+        start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("none", "none holds no checkpoint"), ("new/checkpoints", "answers_from: is checkpoints_local_dir")],
+)
+def test_a_folder_without_old_answers_is_refused(place: str, said: str, tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(ConfigError, match=said):
+        start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=str(tmp_path / place))
+
+
+def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    lock = files.Lock(old / "checkpoints" / "00000" / LOCK)
+    try:
+        with pytest.raises(CheckpointLocked):
+            start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
+    finally:
+        lock.release()
+    assert not (tmp_path / "new" / "checkpoints" / "00000").exists()
+
+
+def test_damaged_answers_are_asked_again(old: Path, tmp_path: Path, server: FakeServer) -> None:
+    for path in (old / "checkpoints" / "00000").glob("replay.sqlite3*"):
+        path.write_bytes(b"damaged" * 1000)
+    before = kept(old)
+    start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
+    assert sum(server.asked.values()) == 2 * DOCUMENTS
+    assert kept(old) == before
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", VERSIONS)
+def test_answers_of_each_release_are_used(name: str, tmp_path: Path, server: FakeServer) -> None:
+    old, new = restored(name, tmp_path / "old"), tmp_path / "new"
+    shutil.copytree(old / "input", new / "input")
+    run(new, server.url, 1, answers_from=checkpoints(old))  # the same prompt: each answer that is kept is used
+    assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+
+
+def test_answers_of_two_model_revisions_in_one_task_are_not_used(tmp_path: Path, server: FakeServer) -> None:
+    old = tmp_path / "old"
+    revisions = [{"model_kwargs": {"revision": name}} for name in "AB"]
+    stopping = TwoSteps("Shorter", "id 5", old / "checkpoints" / "00000" / "commits.jsonl")
+    with pytest.raises(DocumentFailed):
+        start(old, server, stopping, config=revisions[0], keep_answers=True)
+    start(old, server, TwoSteps("Shorter"), config=revisions[1], keep_answers=True, accept_changes=True)
+    assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
+    server.asked.clear()
+    start(tmp_path / "new", server, TwoSteps("Shorter"), config=revisions[1], answers_from=checkpoints(old))
+    assert sum(server.asked.values()) == 2 * DOCUMENTS
+
+
+NEW = [
+    "--pipeline.1.answers_from=checkpoints",
+    "--pipeline.1.checkpoints_local_dir=new/checkpoints",
+    "--pipeline.1.output_writer.output_folder=new/output",
+    "--executor.logging_dir=new/logs",
+]
+
+
+def test_a_file_is_run_again_with_another_prompt_and_answers_of_its_first_run(
+    here: Path, server: FakeServer, command: Command
+) -> None:
+    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)) + "          keep_answers: true\n", ["a"], ["b", "c"])
+    command("run", "job.yaml")
+    said = command("run", "job.yaml", *NEW).err
+    assert "answers_from: " in said
+    assert "00000 has 3 answers. Requests that are equal are not sent." in said
+    assert server.asked == {"Say a": 1, "Say b": 1, "Say c": 1}
+    command("verify", "new/checkpoints", "--full")
+
+
+def test_canned_answers_are_not_taken_for_answers_of_a_model(here: Path, server: FakeServer, command: Command) -> None:
+    canned = job_yaml("server_type: dummy, model_name_or_path: fake") + "          keep_answers: true\n"
+    write_job(here, canned, ["a"])
+    command("run", "job.yaml")
+    (here / "job.yaml").write_text(job_yaml(ENDPOINT.replace("URL", server.url)))
+    assert "canned_answers" in command("run", "job.yaml", *NEW, code=1).err
+    assert not server.asked

@@ -1,0 +1,391 @@
+"""Half-done runs are taken over with ``finished_from``: what is not finished is asked again, and rows are the same."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.rollouts import EmbedRollout
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
+from tests.commands import Command
+from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
+from tests.patience import until
+
+YAML = """\
+executor:
+  class_path: LocalPipelineExecutor
+  init_args:
+    tasks: TASKS
+    logging_dir: FOLDER/logs
+    pipeline:
+      - class_path: JsonlReader
+        init_args: {data_folder: input}
+      - class_path: InferenceRunner
+        init_args:
+          rollout_fn: tests.datatrove_job.rollout
+          config: {server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake, max_concurrent_generations: 3}
+          output_writer:
+            class_path: WRITER
+            init_args: {output_folder: FOLDER/output, output_filename: "TEMPLATE", OPTION}
+          checkpoints_local_dir: FOLDER/checkpoints
+          records_per_chunk: SIZE
+          skip_bad_requests: true
+          finished_from: PLACES
+"""
+PARQUET = {"TEMPLATE": "${rank}_${chunk_index}.parquet", "WRITER": "ParquetWriter", "OPTION": "expand_metadata: true"}
+OLD = "[output, checkpoints]"
+
+
+@pytest.fixture(scope="module")
+def datatrove() -> Iterator[Datatrove]:
+    with Datatrove() as process:
+        yield process
+
+
+def write_yaml(here: Path, url: str, old: str = OLD, folder: str = "new", **changes: str) -> None:
+    """Writes job.yaml."""
+    values = {"URL": url, "PLACES": old, "FOLDER": folder, "SIZE": str(SIZE), "TASKS": "1"}
+    text = YAML
+    for name, value in (
+        {"TEMPLATE": TEMPLATE, "WRITER": "JsonlWriter", "OPTION": "compression: null"} | values | changes
+    ).items():
+        text = text.replace(name, value)
+    (here / "job.yaml").write_text(text)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a file, the last of which may be torn."""
+    if path.suffix == ".parquet":
+        try:
+            return list(pq.read_table(path).to_pylist())
+        except ValueError:  # it has no footer yet
+            return []
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def finished(*folders: Path) -> set[str]:
+    """The documents that have a result in an old output."""
+    found = set()
+    for path in [path for folder in folders for path in folder.rglob("*.*")]:
+        if path.suffix not in (".jsonl", ".parquet") or not ("output" in path.parts or path.match("chunk_*")):
+            continue
+        for row in rows_of(path):
+            row = row.get("document", row) or {}
+            if (row.get("metadata") or row).get("rollout_results"):
+                found.add(row["id"])
+    return found
+
+
+def expected(number: int) -> Counter[str]:
+    """The documents that a finished run of so many has in its output."""
+    return Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
+
+
+def asked_first(server: FakeServer) -> Counter[str]:
+    """How often the first request of each document was sent, by id."""
+    firsts = {f"first {text_of(n)}": f"id {n}" for n in range(1000)}
+    return Counter({firsts[text]: times for text, times in server.asked.items() if text in firsts})
+
+
+def take_over(here: Path, command: Command, number: int, done: set[str], old: str = OLD, **changes: str) -> None:
+    """Runs a job with ``finished_from``, and the same job without it: both have the same rows."""
+    with FakeServer() as server:
+        write_yaml(here, server.url, old, **changes)
+        command("run", "job.yaml")
+        assert asked_first(server) == Counter(f"id {n}" for n in range(number) if f"id {n}" not in done)
+        command("run", "job.yaml")
+        command("verify", "job.yaml", "--full")
+        write_yaml(here, server.url, "null", "reference", **changes)
+        command("run", "job.yaml")
+    new, reference = outputs(here / "new" / "output"), outputs(here / "reference" / "output")
+    assert new.keys() == reference.keys()
+    for name in reference:
+        if name.endswith(".parquet"):
+            mine, wanted = (pq.read_table(here / folder / "output" / name) for folder in ("new", "reference"))
+            assert mine.to_pylist() == wanted.to_pylist()
+            assert mine.schema == wanted.schema
+        else:
+            assert new[name] == reference[name]
+    written = Counter(row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path))
+    assert written == expected(number)
+
+
+# datatrove's half-done runs, and ours under another number of tasks --------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(0, marks=pytest.mark.matrix)])
+def test_a_killed_run_of_datatroves_is_taken_over(
+    here: Path, command: Command, datatrove: Datatrove, seed: int
+) -> None:
+    killer = Killer(seed)
+    number = killer.chance.randint(9, 40)
+    write_input(here, number)
+    with killer.server:
+        for _ in range(killer.chance.randint(1, 3)):
+            killer.run(datatrove, here, killer.chance.randint(1, number), concurrent=killer.chance.choice([1, 3, 9]))
+        while not (done := finished(here / "output", here / "checkpoints")):  # it was killed before its first line
+            killer.run(datatrove, here, number)
+    take_over(here, command, number, done)
+
+
+def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(
+    here: Path, command: Command, datatrove: Datatrove
+) -> None:
+    write_input(here, 200)
+    killer = Killer(3)
+    with killer.server:
+        killer.run(datatrove, here, 150, template="${rank}.jsonl", checkpoints=False)
+    done = finished(here / "output")
+    assert 20 < len(done) < 150
+    take_over(here, command, 200, done, "output")
+
+
+def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(
+    here: Path, command: Command, datatrove: Datatrove
+) -> None:
+    """The shape of the field's production job."""
+    write_input(here, 60)
+    killer = Killer(4, rejected="text 17")
+    with killer.server:
+        killer.run(datatrove, here, 50, template=PARQUET["TEMPLATE"], size=16)
+    done = finished(here / "output", here / "checkpoints")
+    assert 16 < len(done) < 48
+    assert "id 17" not in done
+    take_over(here, command, 60, done, **PARQUET)
+
+
+@pytest.mark.parametrize("changes", [{}, PARQUET], ids=["jsonl", "parquet"])
+def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(
+    here: Path, command: Command, changes: dict[str, str]
+) -> None:
+    write_input(here, 13, 9, 8)
+    with FakeServer(status=lambda asked, times: 403 if "text 9" in str(asked) else None) as server:
+        write_yaml(here, server.url, "null", "old", TASKS="2", **changes)
+        command("run", "job.yaml", code=1)
+    done = finished(here / "old")
+    assert 6 < len(done) < 28
+    assert "id 9" not in done
+    take_over(here, command, 30, done, "old", TASKS="3", **changes)
+
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
+def test_a_killed_run_of_an_older_release_is_taken_over(here: Path, command: Command, release: str) -> None:
+    shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
+    with FakeServer() as server:
+        write_yaml(here, server.url)
+        command("run", "job.yaml")
+        assert asked_first(server) == Counter(["id 5", "id 10"])
+    written = Counter(row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path))
+    assert written == expected(11)
+
+
+# one old run, with what kills and people do to it --------------------------------------------------------------------
+#
+# Eleven documents in chunks of four, of which the first ten are finished: datatrove's runner was killed while document
+# 10 waited for the answer of its second request. Document 5 was dropped.
+
+NUMBER = 11
+CHUNK_FILE = Path("checkpoints/00000/chunk_00002.jsonl")
+DONE = {f"id {n}" for n in range(10) if n != 5}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory, datatrove: Datatrove) -> Path:
+    folder = tmp_path_factory.mktemp("left")
+    make(folder, datatrove)
+    return folder
+
+
+def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
+    write_input(folder, NUMBER)
+    with FakeServer(hold_after=12) as server:
+        pid = datatrove.start(folder, server.url, concurrent=1, **settings)
+        until(lambda: is_left(folder))
+        os.kill(pid, signal.SIGKILL)
+        assert datatrove.end() == -signal.SIGKILL
+
+
+def is_left(folder: Path) -> bool:
+    """Whether all that the server has answered is on the disk."""
+    last_chunk, lines = folder / "checkpoints/last_chunk/00000.txt", folder / CHUNK_FILE
+    if not lines.exists() or lines.read_bytes().count(b"\n") < 2:
+        return False
+    return last_chunk.exists() and last_chunk.read_text() == "1"
+
+
+@pytest.fixture
+def job(here: Path, left: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(left, here, dirs_exist_ok=True)
+    return here
+
+
+def test_what_has_no_result_is_named_once_before_the_first_request(job: Path, command: Command) -> None:
+    (job / CHUNK_FILE).write_bytes((job / CHUNK_FILE).read_bytes() + b'{"text": "a", "id": "b", "metadata": {}}\n' * 3)
+    with FakeServer(status=lambda asked, times: 403) as server:
+        write_yaml(job, server.url)
+        err = command("run", "job.yaml", code=1).err
+    assert "output, checkpoints has 9 finished documents in 4 files, which need no request" in err
+    assert "not taken over: 3 documents without results under 'rollout_results': dropped, skipped" in err
+    assert "the document 'id 5' is the first that it lacks, after 5 found" in err
+    assert err.index("not taken over") < err.index("403")
+
+
+@pytest.mark.parametrize("cut", ["last_chunk", "line", "glued", "file"])
+def test_a_run_that_died_at_any_time_is_taken_over(job: Path, command: Command, cut: str) -> None:
+    first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
+    (job / "output" / "00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
+    done = set(DONE)
+    if cut == "last_chunk":
+        shutil.rmtree(job / "checkpoints/last_chunk")
+    elif cut == "line":
+        (job / CHUNK_FILE).write_bytes(first + second[:-20])
+        done -= {"id 9"}
+    elif cut == "glued":
+        (job / CHUNK_FILE).write_bytes(first[:-20] + second)
+        done -= {"id 8", "id 9"}
+    else:
+        path = job / "output" / "00000_chunk_0.jsonl"
+        path.write_bytes(path.read_bytes()[:-30])
+        done -= {"id 3"}
+    assert finished_or_torn(job) == done
+    take_over(job, command, NUMBER, done)
+
+
+def finished_or_torn(job: Path) -> set[str]:
+    try:
+        return finished(job / "output", job / "checkpoints")
+    except json.JSONDecodeError:  # a glued line
+        return DONE - {"id 8", "id 9"}
+
+
+@pytest.mark.parametrize("end", [None, -6])
+def test_compressed_output_is_taken_over_up_to_its_damage(
+    here: Path, command: Command, datatrove: Datatrove, end: int | None
+) -> None:
+    make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
+    path = here / "output" / "00000_chunk_0.jsonl.gz"
+    assert gzip.decompress(path.read_bytes()).count(b"\n") == 4
+    path.write_bytes(path.read_bytes()[:end])
+    take_over(here, command, NUMBER, DONE)
+
+
+def test_a_damaged_parquet_file_costs_its_documents(here: Path, command: Command, datatrove: Datatrove) -> None:
+    make(here, datatrove, template=PARQUET["TEMPLATE"])
+    path = here / "output" / "000_00000_0.parquet"
+    path.write_bytes(path.read_bytes()[:-10])
+    take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(4)}, **PARQUET)
+
+
+def test_a_document_with_another_text_or_id_is_asked_again(job: Path, command: Command) -> None:
+    path = job / "input" / "0.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"text": "text 8"', '"text": "text 508"').replace('"id": "id 2"', '"id": "id 502"'))
+    with FakeServer() as server:
+        write_yaml(job, server.url)
+        command("run", "job.yaml")
+        assert asked_first(server) == Counter(["id 2", "id 5", "id 508", "id 10"])
+
+
+def test_nothing_to_take_over_is_refused_before_the_first_request(job: Path, command: Command) -> None:
+    with FakeServer() as server:
+        for places, says in {
+            "nowhere": "finished_from: nowhere does not exist",
+            "logs": "finished_from: nothing in logs can be taken over: no rows",
+            "input": "10 documents without results under 'rollout_results'",
+        }.items():
+            (job / "logs").mkdir(exist_ok=True)
+            write_yaml(job, server.url, places)
+            assert says in command("run", "job.yaml", code=None).err
+            shutil.rmtree(job / "new")
+        write_yaml(job, server.url)
+        error = command("run", "job.yaml", "--pipeline.1.metadata_key=other", code=None).err
+        assert " documents without results under 'other'" in error
+        assert not server.asked
+
+
+def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job: Path, command: Command) -> None:
+    """It is no part of the run's identity."""
+    rejected = {"text 10 twice"}
+    refuse = lambda asked, times: 403 if any(text in str(asked) for text in rejected) else None  # noqa: E731
+    with FakeServer(status=refuse) as server:
+        write_yaml(job, server.url, '"output/${rank}_*"')
+        assert "output/${rank}_* has 7 finished documents in 3 files" in command("run", "job.yaml", code=1).err
+        rejected.clear()
+        write_yaml(job, server.url, "null")
+        command("run", "job.yaml")
+        assert asked_first(server).keys() >= {"id 5", "id 10"}
+        assert not asked_first(server).keys() & {f"id {n}" for n in (0, 1, 2, 3, 4, 6, 7)}
+        command("verify", "job.yaml", "--full")
+    written = Counter(row["id"] for path in (job / "new" / "output").iterdir() for row in rows_of(path))
+    assert written == expected(NUMBER)
+
+
+@pytest.mark.real_process
+def test_a_run_that_takes_over_is_killed_and_started_again(job: Path, command: Command) -> None:
+    """Documents of its own, which the next start finds in its journal, are not asked again either."""
+    with FakeServer(hold_after=1) as server:
+        write_yaml(job, server.url)
+        process = processes.start([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], cwd=job)
+        until(lambda: server.asked.total() == 2)  # document 5, and document 10, which waits
+        until(lambda: "dropped" in finished_lines(job / "new"))
+        processes.kill_session(process.pid)
+        process.communicate()
+    take_over(job, command, NUMBER, DONE | {"id 5"})
+
+
+def finished_lines(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.rglob("chunk_*.jsonl"))
+
+
+def test_an_old_output_at_a_url_is_taken_over(job: Path, server: FakeServer, empty_memory_file_system: None) -> None:
+    fsspec.filesystem("memory").put(str(job / "output"), "/old", recursive=True)
+    config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+    for number, places in enumerate(("memory://old", ["memory://old/${rank}_*"], job / "output")):
+        writer = JsonlWriter(f"new{number}", TEMPLATE, compression=None)
+        InferenceRunner(rollout, config, writer, finished_from=places).run(JsonlReader("input").run())
+        written = Counter(row["id"] for path in (job / f"new{number}").iterdir() for row in rows_of(path))
+        assert written == expected(NUMBER)
+        assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
+
+
+def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
+    vector = base64.b64encode(np.arange(4, dtype="<f4") / 3).decode()
+    server.paths["/v1/embeddings"] = lambda asked: {"data": [{"index": 0, "embedding": vector}], "model": "fake"}
+    config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+    write_input(here, 9)
+    found = []
+    for folder, limit, old in (("old", 6, None), ("new", -1, "old"), ("reference", -1, None)):
+        writer = ParquetWriter(folder, "${rank}.parquet", expand_metadata=True)
+        reader = JsonlReader("input", limit=limit)
+        InferenceRunner(EmbedRollout(), config, writer, finished_from=old).run(reader.run())
+        found.append(pq.read_table(next(Path(folder).iterdir())).sort_by("id"))
+    assert len(server.payloads) == 6 + 3 + 9
+    assert found[1].schema == found[2].schema
+    assert found[1].to_pylist() == found[2].to_pylist()

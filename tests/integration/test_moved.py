@@ -1,0 +1,273 @@
+"""Output and checkpoints that lie elsewhere now: the run goes on there once every committed file proved to be there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint.layout import LOCK, RUN, rank_numbers
+from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
+from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing.disks import CrashingDisk, SimulatedCrash, disk_in_place
+from tests.commands import Command
+from tests.hub import FakeHub
+from tests.kept import content_of, edit
+from tests.make_release import TEXTS, run
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+
+from .test_releases import NAMES, NEWEST, kept, restored
+
+REST = {"Rewrite: stop": 1, "Rewrite: b4": 2}
+"""What task 1 of a release asks that goes on."""
+
+
+def copied(folder: Path, name: str = NEWEST) -> Path:
+    """A job of a release at one place, and a copy of it at another one, which is returned."""
+    restored(name, folder / "old")
+    shutil.copytree(folder / "old", folder / "new")
+    return folder / "new"
+
+
+def recorded(folder: Path) -> str:
+    """The output folder that the whole job has."""
+    return str(json.loads((folder / "checkpoints" / "job.json").read_bytes())["output_folder"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_path: Path, server: FakeServer) -> None:
+    new = copied(tmp_path, name)
+    before = outputs(tmp_path / "old")
+    for rank in range(3):
+        run(new, server.url, rank)
+    assert server.asked == {**REST, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
+    assert outputs(tmp_path / "old") == before
+    report = verify(new / "checkpoints", full=True)
+    assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_alone_is_moved_and_moved_back(name: str, tmp_path: Path, server: FakeServer) -> None:
+    folder = restored(name, tmp_path / "job")
+    elsewhere = tmp_path / "large"
+    (folder / "output").rename(elsewhere)
+    run(folder, server.url, 1, output=str(elsewhere))
+    assert server.asked == REST
+    assert recorded(folder) == str(elsewhere)
+    assert verify(folder / "checkpoints", full=True).output == str(elsewhere)
+    elsewhere.rename(folder / "output")
+    run(folder, server.url, 2)
+    report = verify(folder / "checkpoints", full=True)
+    assert (report.output, report.problems, report.unfinished) == (f"{folder}/output", [], [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_asks(
+    rank: int, tmp_path: Path, server: FakeServer
+) -> None:
+    new = copied(tmp_path)
+    lost = next((new / "output").glob(f"0000{rank}*"))
+    lost.rename(tmp_path / "lost")
+    before = kept(new)
+    for _ in range(2):  # a refusal leaves nothing that hides it
+        with pytest.raises(OutputMismatch) as refused:
+            run(new, server.url, 1)
+        said = f"{new}/output lacks output files that were committed, such as {lost.name} (rank {rank}, chunk "
+        assert str(refused.value).startswith(said)
+        assert f"They were written to {tmp_path}/old/output, and that folder still exists" in str(refused.value)
+    assert kept(new) == before
+    (tmp_path / "old" / "output").rename(tmp_path / "old" / "gone")
+    with pytest.raises(OutputMismatch, match=f"differ from what was committed .*{lost.name} is missing.*Put them back"):
+        run(new, server.url, 1)
+    assert not server.asked
+    (tmp_path / "lost").rename(lost)
+    run(new, server.url, 1)
+    assert server.asked == REST
+
+
+def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path: Path, server: FakeServer) -> None:
+    new = copied(tmp_path)
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    path = new / "checkpoints" / "00001" / RUN
+    owner = content_of(path)["owner"]
+    edit(path, owner={**owner, **here}, output_folder=f"{tmp_path}/old/output")
+    lock = files.Lock(path.with_name(LOCK))
+    try:
+        with pytest.raises(CheckpointMismatch) as refused:
+            run(new, server.url, 2, accept_changes=True)
+    finally:
+        lock.release()
+    assert f'output_folder: "{tmp_path}/old/output" -> "{new}/output"' in str(refused.value)
+    assert "stop the run before its output is moved" in str(refused.value)
+    assert not server.asked
+    run(new, server.url, 2)
+    assert set(server.asked) == {f"Rewrite: {text}" for text in TEXTS[2]}
+
+
+@pytest.mark.matrix
+def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(tmp_path: Path) -> None:
+    copied(tmp_path)
+    results = set[tuple[tuple[str, bytes], ...]]()
+    for number in itertools.count(step=3):
+        folder = tmp_path / "new"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        disk = CrashingDisk(number, folder)
+        with FakeServer() as server:
+            with disk_in_place(disk), suppress(SimulatedCrash):
+                run(folder, server.url, 1)
+            run(folder, server.url, 1)
+        report = verify(folder / "checkpoints", full=True)
+        assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
+        results.add(tuple(sorted(outputs(folder / "output").items())))
+        if disk.crashed_at is None:
+            break
+    assert number >= 9
+    assert len(results) == 1
+
+
+def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = copied(tmp_path) / "checkpoints"
+    taken = files.Lock
+
+    def lock(path: Path) -> files.Lock:
+        edit(root / "job.json", model="another rank was first")
+        return taken(path)
+
+    monkeypatch.setattr(files, "Lock", lock)
+    note_output(root, "elsewhere")
+    job = content_of(root / "job.json")
+    assert (job["output_folder"], job["model"]) == ("elsewhere", "another rank was first")
+
+
+def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(
+    tmp_path: Path, server: FakeServer, command: Command
+) -> None:
+    new = copied(tmp_path)
+    shutil.rmtree(new / "checkpoints")
+    mirror = str(new / "mirror")
+    run(new, server.url, 1, checkpoints_remote_dir=mirror)
+    assert server.asked == REST
+    shutil.rmtree(new / "checkpoints")
+    assert str(new / "output") in command("verify", mirror, code=None)
+
+
+def test_output_that_went_to_the_hub_is_compared_there(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, server: FakeServer
+) -> None:
+    folder = restored(NEWEST, tmp_path / "job")
+    there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
+    lost = next(iter(there))
+    hub.put("org/data", {name: data for name, data in there.items() if name != lost})
+    monkeypatch.setattr("datatrove_ckpt.output.hub_commits.LAG_LOOKS", (0.0, 0.01))
+    url = "hf://datasets/org/data/part"
+    with pytest.raises(OutputMismatch, match=r"lacks output files|is missing"):
+        run(folder, server.url, 1, output=url)
+    assert not server.asked
+    hub.put("org/data", {lost: there[lost]})
+    run(folder, server.url, 1, output=url)
+    assert server.asked == REST
+    assert recorded(folder) == url
+
+
+# commands -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job of two tasks, in its folder."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+    write_job(folder, text, ["one", "two"], ["three", "four"])
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def alter(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
+
+
+def at(folder: Path) -> list[str]:
+    """The job with the folders of a copy."""
+    step = f"--pipeline.1.checkpoints_local_dir={folder}/checkpoints"
+    writer = f"--pipeline.1.output_writer.output_folder={folder}/output"
+    return ["job.yaml", f"--executor.logging_dir={folder}/logs", step, writer]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, alter])
+def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
+    damage: Callable[[Path], None], job: Path, tmp_path: Path, server: FakeServer, command: Command
+) -> None:
+    command("run", "job.yaml")
+    asked = server.asked.total()
+    copy = tmp_path / "b"
+    shutil.copytree(job, copy)
+    file = next((copy / "output").glob("00001*"))
+    damage(file)
+    assert f"{copy}/output" in command("run", *at(copy), code=1).error
+    shutil.copy(job / "output" / file.name, file)
+    command("run", *at(copy))
+    assert recorded(copy) == f"{copy}/output"
+    shutil.rmtree(job / "output")
+    command("verify", copy / "checkpoints", "--full")
+    command("verify", *at(copy), "--full")
+    assert server.asked.total() == asked
+
+
+def test_a_task_that_was_not_copied_is_missed(job: Path, tmp_path: Path, server: FakeServer, command: Command) -> None:
+    command("run", "job.yaml")
+    asked = server.asked.total()
+    copy = tmp_path / "b"
+    shutil.copytree(job, copy)
+    shutil.rmtree(copy / "checkpoints" / "00001")
+    shutil.rmtree(copy / "logs")
+    assert "checkpoints/00001 is a new checkpoint, which knows none of them" in command("run", *at(copy), code=1).error
+    assert server.asked.total() == asked
+    shutil.copytree(job / "checkpoints" / "00001", copy / "checkpoints" / "00001")
+    command("run", *at(copy))
+    assert server.asked.total() == asked
+
+
+@pytest.mark.parametrize("is_owned", [True, False])
+def test_the_folder_of_another_run_is_refused_in_place_of_a_moved_one(
+    is_owned: bool, job: Path, server: FakeServer, command: Command
+) -> None:
+    """The files have the same names, the same sizes and other contents."""
+    command("run", "job.yaml")
+    text = Path("job.yaml").read_text().replace("Say {", "Ask {").replace(": output,", ": other,")
+    Path("other.yaml").write_text(text.replace(": checkpoints", ": others").replace("dir: logs", "dir: others_logs"))
+    command("run", "other.yaml")
+    asked, others = server.asked.total(), outputs(Path("other"))
+    if not is_owned:
+        for record in job.glob(".other.datatrove-ckpt-owner-*"):
+            record.unlink()
+    shutil.rmtree("output")
+    said: Any = command("run", "job.yaml", "--pipeline.1.output_writer.output_folder=other", code=1).error
+    assert ("belongs to another run" in said) is is_owned
+    assert ("differ from what was committed" in said) is not is_owned
+    assert outputs(Path("other")) == others
+    assert server.asked.total() == asked
+
+
+def test_finished_tasks_stay_finished_when_their_output_was_moved(job: Path, command: Command) -> None:
+    command("run", "job.yaml")
+    Path("output").rename("moved")
+    before = {path: path.read_bytes() for path in Path("checkpoints").rglob("run.json")}
+    command("run", "job.yaml", "--pipeline.1.output_writer.output_folder=moved")
+    assert {path: path.read_bytes() for path in Path("checkpoints").rglob("run.json")} == before
+    assert not [rank for rank in rank_numbers(job / "checkpoints") if Path(f"checkpoints/{rank:05d}/{LOCK}").exists()]
+    assert f"{job}/moved" in command("verify", "checkpoints", "--json")

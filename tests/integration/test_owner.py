@@ -1,0 +1,571 @@
+"""Two jobs and one output folder, on each kind of storage: one is refused, and no byte of the other one changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import fsspec
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.intents import Intents
+from datatrove_ckpt.checkpoint.layout import HOME
+from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
+from datatrove_ckpt.output import hub_commits, owner
+from datatrove_ckpt.output.owner import Ownership
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from tests.commands import Command
+from tests.hub import FakeHub
+from tests.jobs import ask, documents, runner
+
+NAME = "${rank}_${chunk_index}.jsonl"
+
+
+class Place:
+    """An output folder."""
+
+    name = NAME
+    rollout: Any = staticmethod(ask)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "output"
+
+    def writer(self) -> DiskWriter:
+        return JsonlWriter(str(self.folder), self.name, compression=None)
+
+    def files(self) -> dict[str, bytes]:
+        return outputs(self.folder)
+
+    def move_away(self) -> None:
+        self.folder.rename(self.folder.with_name("moved"))
+
+    def bring_back(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.with_name("moved").rename(self.folder)
+
+    def forget_owner(self) -> None:
+        """What the message of the refusal tells: remove the file that names the owner."""
+        for path in self.folder.parent.glob(".output.datatrove-ckpt-owner-*"):
+            path.unlink()
+
+
+class ParquetPlace(Place):
+    name = "${rank}_${chunk_index}.parquet"
+
+    def writer(self) -> DiskWriter:
+        return ParquetWriter(str(self.folder), self.name)
+
+
+class ManyFiles(Place):
+    """Each chunk has a file for each language."""
+
+    name = "${language}/${rank}_${chunk_index}.jsonl"
+
+    @staticmethod
+    async def rollout(document: Document, generate: Any) -> Any:
+        document.metadata["language"] = "de" if int(document.id[3:]) % 2 else "fr"
+        return await ask(document, generate)
+
+
+class MemoryPlace(Place):
+    """A file system of fsspec."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fs: Any = fsspec.filesystem("memory")
+        self.url = f"memory://{folder.name}/output"
+        self._moved: dict[str, bytes] = {}
+
+    def writer(self) -> DiskWriter:
+        return JsonlWriter(self.url, self.name, compression=None)
+
+    def _path(self) -> str:
+        return str(self.fs._strip_protocol(self.url))
+
+    def files(self) -> dict[str, bytes]:
+        self.fs.invalidate_cache()
+        return {str(path): self.fs.cat_file(path) for path in self.fs.find(self._path())}
+
+    def move_away(self) -> None:
+        self._moved = self.files()
+        for path in self._moved:
+            self.fs.rm_file(path)
+
+    def bring_back(self) -> None:
+        for path in self.files():
+            self.fs.rm_file(path)
+        for path, content in self._moved.items():
+            self.fs.pipe_file(path, content)
+
+    def forget_owner(self) -> None:
+        parent = self._path().rpartition("/")[0]
+        for path in self.fs.ls(parent, detail=False):
+            if "datatrove-ckpt-owner" in path:
+                self.fs.rm_file(path)
+
+
+class HubPlace(MemoryPlace):
+    """A folder in a repository on the hub."""
+
+    kind, repo = "dataset", "org/data"
+
+    def __init__(self, hub: FakeHub) -> None:
+        self.hub = hub
+        self.url = f"hf://{self.kind}s/{self.repo}/output"
+        self._moved = {}
+
+    def files(self) -> dict[str, bytes]:
+        found = self.hub.files(self.repo, kind=self.kind)
+        return {name: content for name, content in found.items() if name.startswith("output/")}
+
+    def _change(self, add: dict[str, bytes], delete: list[str]) -> None:
+        if delete:
+            self.hub.repo(self.repo, self.kind).commit("main", "by hand", "", 0.0, [], delete)
+        if add:
+            self.hub.put(self.repo, add, kind=self.kind)
+
+    def move_away(self) -> None:
+        self._moved = self.files()
+        self._change({}, list(self._moved))
+
+    def bring_back(self) -> None:
+        self._change({}, list(self.files()))
+        self._change(self._moved, [])
+
+    def forget_owner(self) -> None:
+        self._change({}, self.hub.owners(self.repo, self.kind))
+
+
+class BucketPlace(HubPlace):
+    kind, repo = "bucket", "org/job"
+
+
+@pytest.fixture(params=["local", "parquet", "many files", "memory", "hub", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
+    kinds = {"local": Place, "parquet": ParquetPlace, "many files": ManyFiles, "memory": MemoryPlace}
+    if request.param in kinds:
+        yield kinds[request.param](tmp_path)
+        return
+    hub = request.getfixturevalue("hub")
+    hub.create_repo("org/data")
+    hub.create_repo("org/job", kind="bucket")
+    yield HubPlace(hub) if request.param == "hub" else BucketPlace(hub)
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+    """Their answers have one size, so the files of both jobs have one, too."""
+    with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
+        yield one, other
+
+
+Servers = tuple[FakeServer, FakeServer]
+UNOWNED = pytest.mark.usefixtures("unowned")
+
+
+@pytest.fixture
+def unowned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing can be written beside the folder."""
+    monkeypatch.setattr(Ownership, "claim", lambda self, is_unused: None)
+
+
+def job(tmp_path: Path, name: str, server: FakeServer, place: Place, **changes: Any) -> Any:
+    rollout = changes.pop("rollout", place.rollout)
+    return runner(tmp_path / name, server, rollout, output_writer=place.writer(), **changes)
+
+
+def killed_before_its_commit(step: Any, monkeypatch: pytest.MonkeyPatch, number: int = 5) -> None:
+    """Its first chunk is published, and has no commit."""
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "append", Mock(side_effect=StorageFailed("as asked")))
+        with pytest.raises(StorageFailed):
+            step.run(documents(number))
+
+
+def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(
+    tmp_path: Path, place: Place, servers: Servers
+) -> None:
+    one, other = servers
+    refused: list[str] = []
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        if not refused:
+            refused.append("")
+            failed: list[BaseException] = []
+
+            def second() -> None:
+                try:
+                    job(tmp_path, "b", other, place).run(documents(5))
+                except OutputMismatch as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+            refused[0] = str(failed[0])
+        return await place.rollout(document, generate)
+
+    job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))
+    assert "belongs to another run, with checkpoints in " + str(tmp_path / "a" / "checkpoints") in refused[0]
+    assert not other.asked
+    written = place.files()
+    assert not (tmp_path / "b" / "checkpoints" / "00000").exists()
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
+        job(tmp_path, "b", other, place).run(documents(5))
+    job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))  # never refuses itself
+    assert place.files() == written
+
+
+def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
+    tmp_path: Path, place: Place, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    one, other = servers
+    killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
+    place.move_away()
+    with pytest.raises(OutputMismatch, match="the file that names it"):
+        job(tmp_path, "b", other, place).run(documents(5))
+    assert not other.asked
+    place.forget_owner()
+    job(tmp_path, "b", other, place).run(documents(5))
+    written, asked = place.files(), one.asked.total()
+    with pytest.raises(OutputMismatch, match=f"belongs to another run, with checkpoints in {tmp_path}/b"):
+        job(tmp_path, "a", one, place).run(documents(5))
+    assert one.asked.total() == asked
+    for words in ("verify", "repair"):
+        said = command(words, tmp_path / "a" / "checkpoints", code=None)
+        assert said.code in (1, 2)
+        assert "belongs to another run" in said
+    assert place.files() == written
+    job(tmp_path, "b", other, place).run(documents(5))
+    command("verify", tmp_path / "b" / "checkpoints", "--full")
+    place.forget_owner()  # and even so
+    with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|with other content"):
+        job(tmp_path, "a", one, place).run(documents(5))
+    assert place.files() == written
+    place.bring_back()
+    place.forget_owner()
+    job(tmp_path, "a", one, place).run(documents(5))
+    command("verify", tmp_path / "a" / "checkpoints", "--full")
+
+
+@UNOWNED
+def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
+    tmp_path: Path, place: Place, servers: Servers
+) -> None:
+    """The first job publishes its last chunk, then the other one its first; neither has met a file before."""
+    one, other = servers
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        found = await place.rollout(document, generate)
+        if document.id == "id 0":
+            has_begun.set()
+            import asyncio
+
+            await asyncio.to_thread(may_end.wait, 60)
+        return found
+
+    failed: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            job(tmp_path, "a", one, place, rollout=rollout).run(documents(4))
+        except OutputMismatch as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    has_begun.wait(60)
+    log = tmp_path / "a" / "checkpoints" / "00000" / "commits.jsonl"
+    is_later = isinstance(place, HubPlace) and place.kind == "dataset"  # its commit waits
+    while not is_later and not (log.exists() and log.read_bytes()):
+        threading.Event().wait(0.01)
+    before = place.files()
+    ended = []
+    try:
+        job(tmp_path, "b", other, place).run(documents(4))
+    except OutputMismatch as error:
+        ended.append(error)
+    assert {name: place.files()[name] for name in before} == before
+    between = place.files()
+    may_end.set()
+    thread.join(60)
+    assert len(failed) + len(ended) >= 1
+    assert {name: place.files()[name] for name in between} == between
+
+
+def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
+    tmp_path: Path, place: Place, servers: Servers, command: Command
+) -> None:
+    """A backup of the output was restored, from before some chunks were made again."""
+    one, other = servers
+    job(tmp_path, "b", other, place).run(documents(4))
+    place.move_away()
+    shutil.rmtree(tmp_path / "b")
+    place.forget_owner()
+    job(tmp_path, "a", one, place).run(documents(4))
+    sizes = {name: len(content) for name, content in place.files().items()}
+    right = place.files()
+    place.bring_back()
+    assert {name: len(content) for name, content in place.files().items()} == sizes
+    assert place.files() != right
+    asked = one.asked.total()
+    with pytest.raises(OutputMismatch, match=r"is altered"):
+        job(tmp_path, "a", one, place).run(documents(4))
+    assert one.asked.total() == asked
+    assert "is altered" in command("verify", tmp_path / "a" / "checkpoints", code=1)
+    command("repair", tmp_path / "a" / "checkpoints", code=None)
+    job(tmp_path, "a", one, place).run(documents(4))
+    assert place.files().keys() == right.keys()
+    command("verify", tmp_path / "a" / "checkpoints", "--full")
+
+
+def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
+    tmp_path: Path, place: Place, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Another version of zlib or pyarrow writes other bytes."""
+    one, _ = servers
+    killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
+    before = place.files()
+    again = job(tmp_path, "a", one, place)
+    plain = again.output_writer.adapter
+    again.output_writer.adapter = lambda document: {**plain(document), "more": 1}
+    again.accept_changes = True
+    again.run(documents(5))
+    assert {name for name in before if place.files()[name] != before[name]} == before.keys()
+    command("verify", tmp_path / "a" / "checkpoints", "--full")
+
+
+# on a disk ------------------------------------------------------------------------------------------------------------
+
+
+@UNOWNED
+def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path: Path, servers: Servers) -> None:
+    one, _ = servers
+    place = ManyFiles(tmp_path)
+    stranger = place.folder / "fr" / "00000_00000.jsonl"
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        stranger.parent.mkdir(parents=True, exist_ok=True)
+        stranger.write_text("another job's")
+        return await place.rollout(document, generate)
+
+    with pytest.raises(OutputMismatch, match="fr/00000_00000"):
+        job(tmp_path, "a", one, place, rollout=rollout).run(documents(2))
+    assert place.files() == {"fr/00000_00000.jsonl": b"another job's"}
+    assert not list((tmp_path / "a").rglob("staging/*/*"))
+
+
+@UNOWNED
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, hard_links: bool
+) -> None:
+    place = Place(tmp_path)
+    link = files.Disk.link
+
+    def later(self: files.Disk, source: Path, target: Path) -> bool:
+        if target.parent == place.folder and not target.exists():
+            target.write_text("another job's")
+        if hard_links:
+            return link(self, source, target)
+        error = StorageFailed("no links")
+        error.__cause__ = OSError(1, "Operation not permitted")
+        raise error
+
+    monkeypatch.setattr(files.Disk, "link", later)
+    with pytest.raises(OutputMismatch, match="with other content"):
+        job(tmp_path, "a", servers[0], place).run(documents(2))
+    assert place.files() == {"00000_00000.jsonl": b"another job's"}
+
+
+def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_nothing_is_left(
+    tmp_path: Path, servers: Servers
+) -> None:
+    with_shm = Path("/dev/shm") / f"datatrove-ckpt-{tmp_path.name}-{tmp_path.parent.name}"
+    assert with_shm.parent.stat().st_dev != tmp_path.stat().st_dev
+    try:
+        place = ManyFiles(with_shm)
+        job(tmp_path, "a", servers[0], place).run(documents(5))
+        assert len(place.files()) == 6 - 1
+        job(tmp_path, "a", servers[0], place).run(documents(5))
+        assert not list(with_shm.rglob(".datatrove-ckpt-staging"))
+    finally:
+        shutil.rmtree(with_shm, ignore_errors=True)
+
+
+def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(tmp_path: Path, servers: Servers) -> None:
+    one, _ = servers
+    (tmp_path / "run").mkdir()
+    place = Place(tmp_path / "run")
+    job(tmp_path, "run", one, place).run(documents(3))
+    kept = json.loads((tmp_path / "run" / "checkpoints" / HOME).read_bytes())
+    assert kept["home"] == str(tmp_path / "run" / "checkpoints")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    asked = one.asked.total()
+    for name in ("copy", "run"):
+        moved = Place(tmp_path / name)
+        Ownership(moved.writer().output_folder, NAME, owner.Homes(tmp_path / name / "checkpoints", None)).check()
+        assert len(moved.files()) == 2
+    job(tmp_path, "run", one, place).run(documents(3))
+    assert one.asked.total() == asked
+
+
+def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path: Path, servers: Servers) -> None:
+    one, _ = servers
+    place = Place(tmp_path)
+    job(tmp_path, "a", one, place).run(documents(3))
+    place.forget_owner()
+    zipped = JsonlWriter(str(place.folder), NAME, compression="gzip")
+    with pytest.raises(OutputMismatch, match=r"00000_00000\.jsonl"):
+        runner(tmp_path / "b", one, output_writer=zipped).run(documents(3))
+
+
+def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """It kept no intents, its commits have no stamps, and its folder has no owner."""
+    one, _ = servers
+    place = Place(tmp_path)
+    step = job(tmp_path, "a", one, place)
+    killed_before_its_commit(step, monkeypatch)
+    folder = tmp_path / "a" / "checkpoints" / "00000"
+    Intents(folder).path.unlink()
+    place.forget_owner()
+    (tmp_path / "a" / "checkpoints" / HOME).unlink()
+    (next(place.folder.iterdir())).write_text("half of what another version would have written")
+    asked = one.asked.total()
+    job(tmp_path, "a", one, place).run(documents(5))
+    assert one.asked.total() == 5 >= asked
+    command("verify", tmp_path / "a" / "checkpoints", "--full")
+
+
+def test_an_untouched_file_is_not_read_again(tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = servers
+    place = Place(tmp_path)
+    job(tmp_path, "a", one, place).run(documents(5))
+    read = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("datatrove_ckpt.output.committed.content_hash", read)
+    job(tmp_path, "a", one, place).run(documents(5))
+    line = (tmp_path / "a" / "checkpoints" / "00000" / "commits.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["files"][0]["stamp"] > 0
+
+
+def test_readers_pass_over_files_that_are_on_their_way(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".datatrove-ckpt-staging/00000-x/b.jsonl"):
+        path = tmp_path / "output" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "t", "id": "i"}\n')
+    assert len(list(JsonlReader(str(tmp_path / "output")).run())) == 1
+
+
+def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each on a node with a disk of its own: the path is the same, and the settings are not."""
+    one, other = servers
+    place = Place(tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node 1")
+    job(tmp_path, "node", one, place).run(documents(3))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node 2")
+    (tmp_path / "node").rename(tmp_path / "another node")
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
+        job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+    assert not other.asked
+    shutil.rmtree(place.folder)
+    job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+    shutil.rmtree(tmp_path / "node")
+    (tmp_path / "another node").rename(tmp_path / "node")
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
+        job(tmp_path, "node", one, place).run(documents(3))
+
+
+def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(
+    tmp_path: Path, servers: Servers, command: Command
+) -> None:
+    """The same path names both, and both have the same settings."""
+    one, other = servers
+    place = Place(tmp_path)
+    job(tmp_path, "run", one, place).run(documents(3))
+    (tmp_path / "run").rename(tmp_path / "old")
+    place.move_away()
+    job(tmp_path, "run", other, place).run(documents(3))
+    written = place.files()
+    for words in ("verify", "repair"):
+        assert "belongs to another run" in command(words, tmp_path / "old" / "checkpoints", code=None)
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
+        job(tmp_path, "old", one, place).run(documents(3))
+    assert place.files() == written
+
+
+def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds no record, and keeps what it then would write."""
+    folder = Place(tmp_path).writer().output_folder
+    nodes = [tmp_path / "disk 1", tmp_path / "disk 2"]
+    for mirror, settings in (("s3://bucket/mirror", "same"), (None, "same")):
+        claims = []
+        for number, root in enumerate(nodes):
+            monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
+            homes = owner.Homes(root, mirror, settings)
+            claims.append(homes)
+            homes.keep(homes.begun(f"key {number}")._replace(home=mirror or "/same/path"))
+        for number, homes in enumerate(claims):
+            monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
+            Ownership(folder, NAME, homes).claim(lambda: False)
+        Place(tmp_path).forget_owner()
+        for root in nodes:
+            shutil.rmtree(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owned", [True, False])
+def test_of_random_pairs_of_jobs_with_kills_none_replaces_a_file_of_the_other_one(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, owned: bool
+) -> None:
+    if not owned:
+        monkeypatch.setattr(Ownership, "claim", Mock())
+    ended = kills = refusals = 0
+    for seed in range(50):
+        chance = random.Random(seed)
+        folder = tmp_path / f"pair {seed}"
+        folder.mkdir()
+        place = chance.choice([Place, ManyFiles])(folder)
+        before: dict[str, bytes] = {}
+        for _ in range(8):
+            name = chance.choice("ab")
+            number = chance.choice([chance.randrange(150), 10**6])
+            is_whole = False
+            with crash_at(number, folder) as disk:
+                try:
+                    job(folder, name, servers["ab".index(name)], place).run(documents(chance.choice([3, 5])))
+                    is_whole = disk.crashed_at is None
+                except (OutputMismatch, CheckpointMismatch):
+                    refusals += 1
+            kills += disk.crashed_at is not None
+            now = place.files()
+            letters = {path: b'"text":"a"' in content for path, content in now.items()}
+            assert {path: letters[path] for path in before} == {
+                path: b'"text":"a"' in content for path, content in before.items()
+            }, (seed, name)
+            if is_whole:
+                ended += 1
+                assert set(letters.values()) == {name == "a"}, (seed, name)
+            before = now
+    print(f"{ended} jobs ended, {kills} were killed, {refusals} starts were refused")
+    assert min(ended, kills, refusals) > 20

@@ -1,0 +1,289 @@
+"""A payload is sent as datatrove's client sends it, or is refused by the name of its key before anything is paid."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceResult as Theirs
+
+from datatrove_ckpt import InferenceConfig, InferenceResult, InferenceRunner
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerError, ServerRefused
+from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_typed_ways import embeddings
+from tests.jobs import Budget, ask, documents, rows, runner, writer
+
+KEY = "Bearer k3y-of-a-header"
+BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
+HEADERS = {"authorization": KEY, "X-Org": "team-7-of-many", "user-agent": "mine"}
+QUERY = {"api-version": "2026-01", "beta": "true", "code": "q5e4r3y2-0"}
+EXTRAS = {"extra_body": BODY, "extra_headers": HEADERS, "extra_query": QUERY}
+
+
+class Records(BaseHTTPRequestHandler):
+    """Answers, and keeps path, header and body of each request."""
+
+    protocol_version = "HTTP/1.1"
+    status = 200
+    requests: list[tuple[str, Any, bytes]]
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "fake"}]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.requests.append((self.path, self.headers, body))
+        path, headers = self.path, dict(self.headers)
+        answer = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], "usage": {}}
+        self._answer(answer if self.status == 200 else {"error": f"{path} {headers}"}, self.status)
+
+    def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        if not status:
+            self.wfile.write(b"HTTP/1.1 no status\r\n\r\n")
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def recording() -> Iterator[ThreadingHTTPServer]:
+    Records.requests, Records.status = [], 200
+    with ThreadingHTTPServer(("127.0.0.1", 0), Records) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def step_of(folder: Path, url: str, rollout: Any, **settings: Any) -> InferenceRunner:
+    config = InferenceConfig("endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings)
+    return InferenceRunner(rollout, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints"))
+
+
+def asking(payload: dict[str, Any]) -> Any:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate({"messages": [{"role": "user", "content": document.text}], **payload})
+
+    return rollout
+
+
+def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path: Path, server: FakeServer) -> None:
+    server.paths = {"/v1/embeddings": embeddings}
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        name = str(int(document.id[-1]) % 2)
+        return await generate.embed(document.text, extra_body={"user": name}, extra_headers={"X-User": name})
+
+    settings = {"texts_per_request": 8, "max_concurrent_documents": 8}
+    runner(tmp_path, server, rollout, config=settings).run(documents(8))
+    found = {payload["user"]: payload["input"] for payload in server.payloads}
+    assert found == {str(i): [f"text {n}" for n in range(i, 8, 2)] for i in range(2)}
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+@pytest.mark.parametrize("is_proxied", [False, True])
+def test_extras_are_merged_as_the_client_of_openai_merges_them(
+    tmp_path: Path, recording: Any, monkeypatch: pytest.MonkeyPatch, is_default: bool, is_proxied: bool
+) -> None:
+    """Through both transports: a proxy needs the one over aiohttp."""
+    monkeypatch.setenv("KEPT", "1")
+    url = f"http://127.0.0.1:{recording.server_port}/v1?api-version=old&kept=${{KEPT}}"
+    if is_proxied:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{recording.server_port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        url = "http://endpoint.example/v1?api-version=old&kept=${KEPT}"
+    written: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5}
+    payload, defaults = ({}, {**written, **EXTRAS}) if is_default else ({**written, **EXTRAS}, {"extra_body": {"n": 9}})
+    step_of(tmp_path, url, asking(payload), default_generation_params=defaults).run(documents(1))
+    ((path, headers, body),) = Records.requests
+    assert path.endswith("/v1/chat/completions?api-version=2026-01&kept=1&beta=true&code=q5e4r3y2-0")
+    found = [value for name, value in headers.items() if name.lower() == "authorization"]
+    assert found == [KEY]
+    assert (headers["X-Org"], headers["User-Agent"]) == ("team-7-of-many", "mine")
+    sent = json.loads(body)
+    assert set(sent) == {"messages", "model", "temperature", "top_p", "chat_template_kwargs", "top_k"}
+    assert {name: sent[name] for name in BODY} == BODY
+    assert list(sent)[-2:] == ["chat_template_kwargs", "top_k"]
+    assert b'{"z":1,"a":2}' in body
+
+
+@pytest.mark.parametrize("status", [400, 401, 500, 0])
+def test_extras_are_in_no_file_and_no_line(
+    tmp_path: Path,
+    recording: Any,
+    log: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+) -> None:
+    """The server quotes them; the errors of aiohttp, such as at status 0, quote the URL."""
+    Records.status = status
+    url = f"http://127.0.0.1:{recording.server_port}"
+    if not status:
+        monkeypatch.setenv("http_proxy", url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        url = "http://endpoint.example"
+    secrets = [f"k3y-of-a-header-{status}", f"team-7-of-many-{status}", f"q5e4r3y2-{status}"]
+    headers = {"Authorization": f"Bearer {secrets[0]}", "X-Org": secrets[1]}
+    extras = {"extra_headers": headers, "extra_query": {"code": secrets[2]}}
+    step = step_of(tmp_path, url, asking(extras), server_patience_seconds=0.1)
+    with pytest.raises((DocumentFailed, ServerError)) as raised:
+        step.run(documents(1))
+    files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    said = (
+        f"{raised.value} {raised.value.__cause__} {''.join(log)} {capfd.readouterr()} {files.decode(errors='replace')}"
+    )
+    assert [secret for secret in secrets if secret in said] == []
+    assert Records.requests
+
+
+def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
+    tmp_path: Path, recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another query may be another model behind a gateway; an access token lives for an hour."""
+    monkeypatch.setenv("OF_THE_HOUR", "first-t0ken")
+
+    async def rollout(document: Document, generate: Any) -> str:
+        message = {"messages": [{"role": "user", "content": "x"}]}
+        token = os.environ["OF_THE_HOUR"]
+        headers = {"extra_headers": {"Authorization": token}}
+        texts = [(await generate({**message, **headers})).text]
+        texts += [(await generate({**message, **headers, "extra_query": {"v": "1"}})).text]
+        if token == "first-t0ken":
+            raise ValueError("stop here")
+        return "".join(texts)
+
+    url = f"http://127.0.0.1:{recording.server_port}"
+    with pytest.raises(DocumentFailed):
+        step_of(tmp_path, url, rollout).run(documents(1))
+    monkeypatch.setenv("OF_THE_HOUR", "second-t0ken")
+    asked = len(Records.requests)
+    step_of(tmp_path, url, rollout).run(documents(1))
+    assert [asked, len(Records.requests)] == [2, 2]
+
+
+NUMBER = "JSON has no nan"
+UNSENDABLE = [
+    ({"extra_body": "top_k=5"}, "extra_body: must be a mapping"),
+    ({"extra_body": [5]}, "extra_body: must be a mapping"),
+    ({"extra_headers": "Authorization: x"}, "extra_headers: must be a mapping"),
+    ({"extra_query": 5}, "extra_query: must be a mapping"),
+    ({"extra_headers": {"X-A": None}}, "extra_headers.X-A: must be a text"),
+    ({"extra_headers": {"X-A": 5}}, "extra_headers.X-A: must be a text"),
+    ({"extra_headers": {"X-A": "5\r\nX-B: 6"}}, "extra_headers.X-A: must be a text"),
+    ({"extra_headers": {"X-A: 5\r\nX-B": "6"}}, "must be a text"),
+    ({"extra_headers": {"Content-Length": "6"}}, "extra_headers.Content-Length: must be a text"),
+    ({"extra_query": {"a": ["b"]}}, "extra_query.a: must be a text"),
+    ({"extra_body": {"stream": True}}, "extra_body.stream: answers are read as a whole"),
+    ({"temperature": math.nan}, "temperature: "),
+    ({"min_p": math.nan}, f"min_p: {NUMBER}"),
+    ({"min_p": math.inf}, "min_p: JSON has no inf"),
+    ({"logit_bias": {"7": -math.inf}}, "logit_bias.7: JSON has no -inf"),
+    ({"extra_body": {"min_p": math.nan}}, f"min_p: {NUMBER}"),
+    ({"stop": None, "min_p": np.float64("nan")}, f"min_p: {NUMBER}"),
+    ({"logit_bias": {7: 2**64}}, "logit_bias.7: cannot be sent as JSON (Integer exceeds 64-bit range)"),
+    ({"stop": ["a", "\udc80"]}, "stop.1: cannot be sent as JSON (str is not valid UTF-8"),
+    ({"tools": {("a",): 1}}, "tools: cannot be sent as JSON"),
+    ({"tools": [object()]}, "tools.0: cannot be sent as JSON"),
+]
+
+
+@pytest.mark.parametrize(("payload", "problem"), UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
+def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(
+    tmp_path: Path, server: FakeServer, payload: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DocumentFailed) as raised:
+        runner(tmp_path, server, asking(payload)).run(documents(1))
+    assert problem in str(raised.value)
+    with pytest.raises(ConfigError) as refused:
+        runner(tmp_path, server, config={"default_generation_params": payload})
+    assert problem in str(refused.value)
+    assert str(refused.value).startswith("default_generation_params.")
+    assert server.payloads == []
+
+
+def test_null_is_sent_where_it_was_written(tmp_path: Path, server: FakeServer) -> None:
+    payload = {"stop": None, "tools": [{"default": None}], "extra_body": None, "extra_headers": None}
+    runner(tmp_path, server, asking(payload)).run([Document(text="null", id="0")])
+    (sent,) = server.payloads
+    assert (sent["stop"], sent["tools"]) == (None, [{"default": None}])
+    assert not {"extra_body", "extra_headers"} & set(sent)
+
+
+def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path: Path, server: FakeServer) -> None:
+    server.most_choices = 1
+    for index, payload in enumerate([{"n": 3}, {"extra_body": {"n": 3}}]):
+        with pytest.raises(ServerRefused, match="n=3"):
+            runner(tmp_path / str(index), server, asking(payload)).run(documents(1))
+
+
+def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path: Path, server: FakeServer) -> None:
+    """Its documents were answered without what stands in it."""
+    budget = Budget()
+    server._status, budget.left = budget, 2
+    config = {"default_generation_params": {"extra_body": {"top_k": 5}}, "max_concurrent_documents": 1}
+    with pytest.raises(ServerRefused):
+        runner(tmp_path, server, config=config).run(documents(4))
+    budget.left = 99
+    old = {**runner(tmp_path, server, config=config).identity(1).fields}
+    assert old.pop("extra_body") == "merged"
+    for path in (tmp_path / "checkpoints").rglob("*.json"):
+        if path.name in ("run.json", "job.json"):
+            path.write_text(json.dumps({"format": 1, **old}))
+    with pytest.raises(CheckpointMismatch, match=r"extra_body: .*merged") as refused:
+        runner(tmp_path, server, config=config).run(documents(4))
+    assert "as a key of that name" in str(refused.value)
+    runner(tmp_path, server, config=config, accept_changes=True).run(documents(4))
+    assert len(rows(tmp_path)) == 4
+
+
+def test_the_payload_may_be_given_by_its_name(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        return await generate(payload={"messages": [{"role": "user", "content": document.text}]})
+
+    runner(tmp_path, server, rollout).run(documents(1))
+    assert len(rows(tmp_path)) == 1
+
+
+def test_a_result_may_stand_for_one_of_datatroves(tmp_path: Path, server: FakeServer) -> None:
+    async def rollout(document: Document, generate: Any) -> Any:
+        result: InferenceResult = await ask(document, generate)
+        fields = {"text": result.text, "finish_reason": "stop", "usage": result.usage, "reasoning": ""}
+        theirs = Theirs(**fields)
+        assert vars(result) == fields == vars(theirs) == dataclasses.asdict(result)
+        assert list(vars(result)) == list(vars(theirs))
+        assert result == theirs == result
+        assert result != Theirs(**{**fields, "text": "other"}) != result
+        assert result != fields
+        assert orjson.dumps(result) == orjson.dumps(theirs)
+        assert Theirs(**vars(result)) == dataclasses.replace(result)
+        for same in (result, pickle.loads(pickle.dumps(result))):
+            assert (same.response_id, same.model, same.tool_calls) == ("fake", "", ())
+        with pytest.raises(AttributeError, match="'InferenceResult' object has no attribute 'content'"):
+            result.content  # type: ignore[attr-defined]  # noqa: B018
+        return {"copy": vars(result), **vars(result)}
+
+    runner(tmp_path, server, rollout).run(documents(1))
+    (found,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert list(found) == ["copy", "text", "finish_reason", "usage", "reasoning"]
+    assert list(found["copy"]) == list(found)[1:]

@@ -1,0 +1,112 @@
+"""Two jobs and one output folder on a real S3 server: the tests of test_owner.py, which name what they prove."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import OutputMismatch
+from tests.integration.test_owner import (
+    UNOWNED,
+    MemoryPlace,
+    Servers,
+    job,
+    servers,
+    test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file,
+    test_a_committed_file_that_another_of_its_size_replaced_is_noticed,
+    test_a_moved_job_finds_the_files_of_another_one_and_replaces_none,
+    test_the_second_of_two_jobs_is_refused_before_it_asks_anything,
+    test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order,
+    unowned,
+)
+from tests.real.s3 import Bucket, Relay
+from tests.real.test_s3 import bucket, relay, weed
+
+__all__ = [
+    "bucket",
+    "relay",
+    "servers",
+    "test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file",
+    "test_a_committed_file_that_another_of_its_size_replaced_is_noticed",
+    "test_a_moved_job_finds_the_files_of_another_one_and_replaces_none",
+    "test_the_second_of_two_jobs_is_refused_before_it_asks_anything",
+    "test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order",
+    "unowned",
+    "weed",
+]
+
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
+
+
+class S3Place(MemoryPlace):
+    def __init__(self, place: Bucket) -> None:
+        self.fs = place.fs
+        self.url = f"s3://{place.name}/output"
+        self._moved = {}
+
+    def files(self) -> dict[str, bytes]:
+        found = self.fs.find(self._path(), detail=True)  # which shows folders of weed's, too
+        return {path: self.fs.cat_file(path) for path, info in found.items() if info["type"] == "file"}
+
+
+@pytest.fixture
+def place(bucket: Bucket, relay: Relay) -> S3Place:
+    return S3Place(bucket)
+
+
+def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(tmp_path: Path, place: S3Place, servers: Servers) -> None:
+    ended: list[BaseException | None] = []
+    together = threading.Barrier(2)
+
+    def start(name: str, number: int) -> None:
+        together.wait()
+        try:
+            job(tmp_path, name, servers[number], place).run([Document("text", f"id {n}") for n in range(4)])
+            ended.append(None)
+        except OutputMismatch as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([error for error in ended if error is None]) == 1
+    assert sorted(server.asked.total() for server in servers) == [0, 4]
+    winner = b'"text":"a"' if servers[0].asked else b'"text":"b"'
+    assert all(content.count(winner) == 2 for content in place.files().values())
+
+
+@UNOWNED
+def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
+    tmp_path: Path, place: S3Place, servers: Servers, relay: Relay
+) -> None:
+    """Both have looked, and found nothing."""
+    both_have_looked = threading.Barrier(2)
+
+    def rule(request: Any) -> None:
+        if request.kind == "HeadObject" and request.stage == "answered" and "00000_00000" in request.path:
+            relay.rule = rule if both_have_looked.n_waiting == 0 else (lambda request: None)
+            both_have_looked.wait(60)
+
+    relay.rule = rule
+    ended: list[BaseException | None] = []
+
+    def start(name: str, number: int) -> None:
+        try:
+            job(tmp_path, name, servers[number], place).run([Document("text", "id 0")])
+            ended.append(None)
+        except OutputMismatch as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [type(error) for error in ended if error is not None] == [OutputMismatch]
+    assert len([error for error in ended if error is None]) == 1

@@ -1,0 +1,176 @@
+"""The identity of code in programs as people start them: command lines, environments, and the cells of a notebook."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datatrove_ckpt.generation.run_identity import code_identity
+from tests import processes
+from tests.unit.test_identity import as_main
+
+SCRIPT = """
+import argparse, functools, json, os, sys
+from pk.settings import STYLE
+from datatrove_ckpt.generation.run_identity import code_identity
+
+class Asker:
+    def __init__(self, prompt, limit):
+        self.request = {"prompt": "", "max_tokens": limit}
+        self.prompt = prompt
+    async def __call__(self, document, generate):
+        self.request["prompt"] = self.prompt + document.text
+        return await generate(self.request)
+
+async def ask(document, generate, words):
+    return await generate({"prompt": words + STYLE + document.text})
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", default="closure")
+    parser.add_argument("--prompt", default="Say")
+    parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--tasks", type=int, default=4)
+    args = parser.parse_args()
+    options = vars(args)
+    async def closure(document, generate):
+        async def asked():
+            return await generate({"prompt": args.prompt + document.text, "max_tokens": args.limit})
+        return await asked()
+    async def of_dict(document, generate):
+        return await generate({"prompt": options["prompt"] + document.text})
+    async def of_environment(document, generate):
+        return await generate({"prompt": ENDING + Words.ENDING + document.text})
+    rollouts = {
+        "closure": closure,
+        "dict": of_dict,
+        "object": Asker(args.prompt, args.limit),
+        "partial": functools.partial(ask, words=args.prompt),
+        "environment": of_environment,
+    }
+    print(json.dumps(code_identity(rollouts[args.kind], None).fields, sort_keys=True))
+
+ENDING = os.environ.get("EDITS_ENDING", "")
+class Words:
+    ENDING = os.environ.get("EDITS_CLASS_ENDING", "")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def identity(folder: Path, start: str) -> str:
+    """What a process prints that is started with this environment and these arguments."""
+    words = start.split()
+    variables = dict(word.split("=", 1) for word in words if not word.startswith("--"))
+    arguments = [word for word in words if word.startswith("--")]
+    command = [sys.executable, str(folder / "script.py"), *arguments]
+    done = processes.run(command, env={**os.environ, "PYTHONPATH": str(Path.cwd()), **variables})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "pk").mkdir()
+    (tmp_path / "pk" / "settings.py").write_text('import os\nSTYLE = os.environ.get("EDITS_STYLE", "")\n')
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.mark.real_process
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "seen", "harmless"),
+    [
+        ("partial", ["--prompt=Sing", "EDITS_STYLE=loud"], ["--tasks=9", "SLURM_JOB_ID=2", "EDITS_OTHER=1"]),
+        ("closure", ["--prompt=Sing", "--limit=20"], ["--tasks=9"]),
+        ("dict", ["--prompt=Sing"], ["--tasks=9"]),
+        ("object", ["--prompt=Sing", "--limit=20"], ["--tasks=9"]),
+        ("environment", ["EDITS_ENDING=!", "EDITS_CLASS_ENDING=!"], ["--tasks=9", "SLURM_JOB_ID=2"]),
+    ],
+)
+def test_a_second_start_is_another_run_only_if_its_command_line_or_environment_changes_the_work(
+    project: Path, kind: str, seen: list[str], harmless: list[str]
+) -> None:
+    first = identity(project, f"--kind={kind}")
+    assert identity(project, f"--kind={kind}") == first
+    for start in seen:
+        assert identity(project, f"--kind={kind} {start}") != first, start
+    for start in harmless:
+        assert identity(project, f"--kind={kind} {start}") == first, start
+
+
+CELLS = [
+    "import os\nPROMPT = 'Say '",
+    "def helper(text):\n    return PROMPT + text",
+    "class Words:\n    def shown(self, text):\n        return helper(text)",
+    "async def rollout(document, generate):\n    return await generate({'prompt': Words().shown(document.text)})",
+]
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs cells as IPython does, and returns the identity of the ``rollout`` that they define."""
+    cells: dict[str, Any] = {}
+    monkeypatch.setattr(linecache, "cache", cells)
+
+    def run(pattern: str, sources: list[str]) -> dict[str, Any]:
+        main = types.ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        cells.clear()
+        for number, source in enumerate(sources):
+            name = pattern.format(number)
+            cells[name] = (len(source), None, source.splitlines(keepends=True), name)
+            exec(compile(source, name, "exec"), vars(main))
+        return code_identity(vars(main)["rollout"], None).fields
+
+    return run
+
+
+@pytest.mark.parametrize("pattern", ["<ipython-input-{0}-abc>", "/tmp/ipykernel_12/{0}.py"])
+@pytest.mark.parametrize(
+    ("cell", "old", "new"),
+    [(0, "Say", "Sing"), (1, "PROMPT + text", "text + PROMPT"), (2, "(text)", "(text + '.')"), (3, ".text", ".id")],
+)
+def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook: Any, pattern: str, cell: int, old: str, new: str) -> None:
+    first = notebook(pattern, CELLS)
+    assert notebook(pattern, CELLS) == first
+    edited = [*CELLS]
+    edited[cell] = edited[cell].replace(old, new)
+    assert edited != CELLS
+    assert notebook(pattern, edited) != first
+
+
+def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_from_its_top(notebook: Any) -> None:
+    pattern = "<ipython-input-{0}-abc>"
+    again = [*CELLS, CELLS[1].replace("PROMPT + text", "text + PROMPT")]
+    from_the_top = [CELLS[0], again[-1], *CELLS[2:]]
+    assert notebook(pattern, again) == notebook(pattern, from_the_top)
+    assert notebook(pattern, again) != notebook(pattern, CELLS)
+
+
+def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+import types
+TABLE = {"password": "s3cret", "headers": {"Authorization": "s3cret"}, "prompt": "Say"}
+def make():
+    args = types.SimpleNamespace(api_key="s3cret", prompt="Say")
+    options = {"password": "s3cret", "prompt": "Say"}
+    async def rollout(document, generate):
+        headers = [TABLE["headers"]["Authorization"], TABLE["password"], options["password"], args.api_key]
+        return await generate({"prompt": TABLE["prompt"] + options["prompt"] + args.prompt, "extra_headers": headers})
+    return rollout
+rollout = make()
+"""
+    fields = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None).fields
+    assert "s3cret" not in str(fields)
+    assert sum("hash scrypt" in str(value) for value in fields.values()) == 4
+    assert sum(value == "Say" for value in fields.values()) == 3

@@ -1,4 +1,5 @@
 """How long a save stops a training: ``python -m tests.bench.training_pauses [--gigabytes 1] [--rounds 5]``.
+``--device cuda`` measures a model on a GPU.
 
 The same tensors in the same folder, in one process: torch.save in line with fsync and rename; async_save of
 torch.distributed.checkpoint; TrainingCheckpoints. A pause is what the loop waits; written is when the next may begin.
@@ -42,11 +43,12 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     width = int((options.gigabytes * 1e9 / 4 / 16) ** 0.5)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16))).to(options.device)
     pauses: dict[str, list[float]] = {}
     written: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name, TrainingCheckpoints(Path(name, "ours")) as saved:
@@ -58,6 +60,8 @@ def main() -> None:
         ways = {"torch.save": in_line, "dcp.async_save": async_save, "TrainingCheckpoints": ours}
         for number in range(options.rounds):
             for way, save in ways.items():
+                if options.device != "cpu":
+                    torch.cuda.synchronize()
                 began = time.perf_counter()
                 wait = save(model, Path(name), number)
                 pauses.setdefault(way, []).append(time.perf_counter() - began)

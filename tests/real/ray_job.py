@@ -15,9 +15,9 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,17 @@ class Job:
 def rank_workers() -> list[tuple[int, int]]:
     """Pairs of process ids: an actor of datatrove's, and the process of its pool in which a rank runs."""
     pids = processes(lambda argv, _: argv[0] == "ray::RankWorker.run_for_rank")
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+    parents = {}
+    for pid in pids:
+        with suppress(OSError):  # it has ended meanwhile
+            parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return [(parent, pid) for pid, parent in parents.items() if parent in parents]
+
+
+def running_workers() -> list[tuple[int, int]]:
+    """The pair of each task, once those of the case before have ended."""
+    pairs = rank_workers()
+    return pairs if len(pairs) == TASKS else []
 
 
 def kill_actor() -> Watched:
@@ -85,7 +94,8 @@ def kill_worker() -> Watched:
 
 def _send(number: signal.Signals, to_actor: bool) -> Watched:
     """Gives the process in which the rank runs, which is to end in every case."""
-    actor, worker = rank_workers()[0]
+    pairs = until(running_workers, 60, lambda: f"{len(rank_workers())} processes of {TASKS} ranks")
+    actor, worker = pairs[0]
     watched = Watched(worker)
     os.kill(actor if to_actor else worker, number)
     return watched
@@ -98,19 +108,21 @@ def play(folder: Path, event: Event | None, **settings: Any) -> dict[str, Any]:
         job = Job(folder, server)
 
         def disturb() -> None:
-            job.until_held()
-            if event is not None:
-                began = time.monotonic()
-                event().wait(30)
-                result["seconds"] = time.monotonic() - began
-                result["complete"] = job.complete()
-            server.release()
+            try:
+                job.until_held()
+                if event is not None:
+                    began = time.monotonic()
+                    event().wait(30)
+                    result["seconds"] = time.monotonic() - began
+                    result["complete"] = job.complete()
+            finally:
+                server.release()  # else the job waits without end
 
-        disturber = threading.Thread(target=disturb)
-        disturber.start()
-        with suppress(KeyError):  # how datatrove's executor ends after a time limit
-            job.run(**settings)
-        disturber.join()
+        with ThreadPoolExecutor(1) as pool:
+            disturbed = pool.submit(disturb)
+            with suppress(KeyError):  # how datatrove's executor ends after a time limit
+                job.run(**settings)
+            disturbed.result()
         result["runs"] = 1
         if len(job.complete()) < TASKS:
             job.run()

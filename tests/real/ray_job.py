@@ -7,6 +7,7 @@ ten seconds. A line of JSON per case goes to FOLDER/results.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import json
 import os
@@ -33,6 +34,7 @@ from tests.yaml_jobs import write_tasks
 
 TASKS = 2
 LATE = 30  # seconds a task may take, where Ray does not notice its end
+LONGEST = 450  # seconds of all cases, which take 60 on a quiet machine
 Event = Callable[[], Watched]
 
 
@@ -164,6 +166,7 @@ def raise_loopback() -> None:
 
 
 def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
     raise_loopback()
     # Not in our folder: the paths of Ray's sockets are long.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
@@ -175,6 +178,7 @@ def main(folder: Path) -> None:
 def play_all(folder: Path) -> None:
     with (folder / "results").open("w") as results:
         for number, (name, (event, settings)) in enumerate(CASES.items()):
+            print(f"{time.monotonic():.0f} s: {name}", file=sys.stderr, flush=True)
             results.write(json.dumps({"case": name} | play(folder / str(number), event, **settings)) + "\n")
             results.flush()
 

@@ -301,7 +301,6 @@ def doctor() -> None:
     _WHAT,
     _JSON,
     _flag("--all", "print a line for every rank, too"),
-    _flag("--watch", "show it again and again, until the run is finished"),
 )
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.

@@ -72,7 +72,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     Raises:
         ConfigError: there is no rank, or this user may not read one.
     """
-    began = time.monotonic()
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
     state.given = place.given if place.config else ()
@@ -103,7 +102,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
     state.newest = max(words, default=None)
-    state.seconds_to_read = time.monotonic() - began
     return state
 
 

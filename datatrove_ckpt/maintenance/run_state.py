@@ -218,7 +218,6 @@ class RunState:
         what: the folder or URL that was read, for people.
         given: the YAML file that was named, with overrides; empty: a folder or a URL was.
         read_at: when it was read.
-        seconds_to_read: how long that took.
         newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
@@ -235,7 +234,6 @@ class RunState:
     is_copy: bool
     read_at: float
     given: Sequence[str] = ()
-    seconds_to_read: float = 0.0
     newest: float | None = None
     tasks: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
@@ -337,9 +335,9 @@ def to_json(state: RunState) -> Json:
     }
 
 
-def dump(content: Json, indent: bool = True) -> bytes:
+def dump(content: Json) -> bytes:
     """As text."""
-    return orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None)
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2)
 
 
 def _totals(totals: Totals, tasks: int) -> Json:

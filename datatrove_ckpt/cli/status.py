@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from datatrove_ckpt.checkpoint.history_records import ModelWork
 from datatrove_ckpt.checkpoint.layout import reshard_command
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
@@ -299,19 +299,8 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
         yield _topic("wasted", ", ".join(said))
     if work.restarts:
         yield _topic("servers", _plural(work.restarts, "restart"))
-    for name, model in totals.models.items():
-        yield _topic(name, _model(model) + ago)
     if work.errors:
         yield _topic("errors", _most(work.errors) + ago)
-
-
-def _model(model: ModelWork) -> str:
-    total = model.total
-    counted = {"failed": total.failed, "sent again": total.retries + total.resent, "in flight": model.in_flight}
-    said = "".join(f", {count:,} {what}" for what, count in counted.items() if count)
-    restarts = f", {_plural(total.restarts, 'restart')}" if total.restarts else ""
-    tokens = f"{short(total.prompt_tokens)} prompt and {short(total.completion_tokens)} completion tokens"
-    return f"{_plural(total.requests, 'answer')}{said}{restarts}; {tokens}"
 
 
 def _most(numbers: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, ModelWork, Spread, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
@@ -112,36 +112,10 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     rows = replace(rows, progress=replace(rows.progress, position=InputPosition(1, 2, "rows")))
     text = exposition([metrics(3), rows]).decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
-    assert types == [name for name in METRICS if "model" not in name]
+    assert types == [*METRICS]
     assert samples(text, rank="5")["documents_total"] == 7
     unknown = replace(rows, progress=replace(rows.progress, position=InputPosition()))
     assert not [name for name in samples(exposition([unknown]).decode()) if name.startswith("input")]
-
-
-def test_of_several_models_each_has_its_own() -> None:
-    now, counts = metrics(), {"failed": 1, "retries": 5, "prompt_tokens": 2, "restarts": 3}
-    models = {
-        name: ModelWork(own=WorkCounts(requests=number, **counts), in_flight=4, waiting=5)
-        for name, number in (("writer", 7), ("judge", 8))
-    }
-    text = exposition([replace(now, progress=replace(now.progress, models=models))]).decode()
-    found = re.findall(
-        r'^datatrove_ckpt_model_(\w+)\{(?:cause="(\w+)",)?model_name="judge",(?:(?:outcome|type)="(\w+)",)?.*\} (\S+)$',
-        text,
-        re.M,
-    )
-    assert [(name, cause + kind, value) for name, cause, kind, value in found] == [
-        ("requests_total", "answered", "8.0"),
-        ("requests_total", "failed", "1.0"),
-        ("request_retries_total", "error", "5.0"),
-        ("request_retries_total", "server_lost", "0.0"),
-        ("requests_in_flight", "", "4.0"),
-        ("requests_waiting", "", "5.0"),
-        ("unanswered_seconds", "", "0.0"),
-        ("tokens_total", "", "2.0"),
-        ("tokens_total", "", "0.0"),
-        ("server_restarts_total", "", "3.0"),
-    ]
 
 
 # settings ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
+from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
@@ -275,7 +275,6 @@ def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
-    yield _models(run.together.models)
     yield _ranks(ranks)
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
@@ -334,17 +333,6 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
     of = f" of {figure(requests)}" if counted < requests else ""
     note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
-
-
-def _models(models: Mapping[str, ModelWork]) -> Table:
-    """Empty for a single model: its numbers are those of the run."""
-    rows = []
-    for name, model in models.items():
-        work = model.total
-        numbers = work.requests, work.failed, work.prompt_tokens, work.completion_tokens, work.retries + work.resent
-        rows.append([name, *map(figure, numbers), figure(work.restarts)])
-    columns = ("model", "answers#", "failed#", "prompt tokens#", "completion tokens#", "sent again#", "restarts#")
-    return Table("Models", columns, rows, "What all attempts sent; the last minute before a kill is missing.")
 
 
 def _limit(buckets: Buckets, number: float) -> float:

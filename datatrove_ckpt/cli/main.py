@@ -284,8 +284,8 @@ def doctor() -> None:
     Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check and
     what to do: warning (continue if this is what you want) or problem (the run would fail, or could lose work).
     Problems come last; --all prints the checks that are ok, too.
-    The checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
-    nothing behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
+    The checks write, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
+    nothing behind. A run may be active meanwhile. The first documents of the input are read.
 
     exit codes:
       0  no problem

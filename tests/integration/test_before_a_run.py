@@ -260,7 +260,7 @@ def test_a_disk_with_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: p
     found = checks.check_room(tmp_path, 20)
     assert (found.state, found.message) == (
         "problem",
-        "34 MB free, 100 inodes. Free some space, or choose another folder.",
+        "32 MB free, 100 inodes. Free some space, or choose another folder.",
     )
 
 

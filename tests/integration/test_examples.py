@@ -46,7 +46,6 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder; it has documents, and small files of a model."""
     write_documents(here)
     write_tokenizer(here / "my-model")
-    (here / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.setattr(sys, "path", list(sys.path))
     return here
 

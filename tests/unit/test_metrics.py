@@ -126,7 +126,6 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     [
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
         ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
-        ({"metrics_file_seconds": 0}, "monitoring.metrics_file_seconds: must be positive; it is 0."),
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
@@ -163,7 +162,10 @@ def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         RankFile("$NOT_SET/books.prom", 3)
 
 
-def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path) -> None:
+def test_the_file_appears_at_once_changes_and_stays_with_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
     documents = iter(range(1, 1000))
     state = "running"
     path = tmp_path / "books_00003.prom"
@@ -172,7 +174,7 @@ def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path)
         return samples(path.read_text()) if path.exists() else {}
 
     rank = lambda: metrics(state=state, documents=next(documents, 1000))  # noqa: E731
-    with metrics_file(str(tmp_path / "books.prom"), 0.01, 3, rank):
+    with metrics_file(str(tmp_path / "books.prom"), 3, rank):
         first = waited_for(shown)["documents_total"]
         waited_for(lambda: shown()["documents_total"] > first)
         assert path.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
@@ -189,19 +191,22 @@ def test_files_to_which_nothing_was_written_for_long_are_removed(tmp_path: Path)
     for name in ("books_1", "other_1", "books_3"):
         os.utime(tmp_path / f"{name}.prom", (1, 1))
     for _ in range(2):  # it knows its own
-        with metrics_file(str(tmp_path / "books.prom"), 15.0, 7, metrics):
+        with metrics_file(str(tmp_path / "books.prom"), 7, metrics):
             pass
         os.utime(tmp_path / "books_00007.prom", (1, 1))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"books_2.prom", "other_1.prom", "books_3.prom", "books_00007.prom"}
-    with metrics_file(str(tmp_path / "books.prom"), 15.0, 8, metrics):
+    with metrics_file(str(tmp_path / "books.prom"), 8, metrics):
         pass
     assert "books_00007.prom" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
+def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
     written: list[int] = []
-    with metrics_file(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
+    with metrics_file(str(tmp_path / "gone/a.prom"), 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
         waited_for(lambda: len(written) > 2)
     assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
 

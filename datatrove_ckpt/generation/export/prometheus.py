@@ -36,6 +36,7 @@ from datatrove_ckpt.config.paths import expand_path
 
 _KEEP_ENDED_SECONDS = 120.0
 _KEEP_FILES_SECONDS = 600.0
+FILE_SECONDS = 15.0  # between two versions of a rank's file
 _PORTS = 1000  # that are tried
 _HEAD = b"# datatrove-ckpt"  # of our files
 
@@ -333,7 +334,7 @@ class RankFile:
 
 
 @contextmanager
-def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Iterator[None]:
+def metrics_file(path: str, number: int, rank: GetRank) -> Iterator[None]:
     """Writes a rank's file for node_exporter's textfile collector every few seconds inside the block.
 
     It stays, with the last values, because otherwise what happened since the last look would be lost. The next rank
@@ -346,11 +347,11 @@ def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Itera
     pattern = RankFile(path, "*").path
     for other in pattern.parent.glob(pattern.name):
         with suppress(OSError):
-            is_old = time.time() - other.stat().st_mtime > max(_KEEP_FILES_SECONDS, 2 * seconds)
+            is_old = time.time() - other.stat().st_mtime > _KEEP_FILES_SECONDS
             if is_old and other.read_bytes().startswith(_HEAD):
                 other.unlink()
     ended = threading.Event()
-    arguments = RankFile(path, number), seconds, rank, ended
+    arguments = RankFile(path, number), rank, ended
     thread = threading.Thread(target=_keep, args=arguments, name="datatrove-ckpt metrics file", daemon=True)
     thread.start()
     try:
@@ -360,10 +361,10 @@ def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Itera
         thread.join()
 
 
-def _keep(file: RankFile, seconds: float, rank: GetRank, ended: threading.Event) -> None:
+def _keep(file: RankFile, rank: GetRank, ended: threading.Event) -> None:
     is_last = False
     while True:
         file.write(lambda: _HEAD + b"\n" + exposition([rank()]))
         if is_last:
             return
-        is_last = ended.wait(seconds)
+        is_last = ended.wait(FILE_SECONDS)

@@ -16,7 +16,6 @@ from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
-from datatrove_ckpt.maintenance.documents import ShownDocument
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -35,7 +34,6 @@ _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _SLOW = 0.5  # of the median
 _LEAST_RANKS = 3  # of fewer there is no median worth the name
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
-_MAX_TEXT = 800  # characters of a document's text
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -70,12 +68,8 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, documents: Sequence[ShownDocument] = ()) -> Page:
-    """Reads the histories of all ranks, and makes the page. Changes nothing.
-
-    Args:
-        documents: to be shown with their answers.
-    """
+def gather(run: RunState, prices: Prices) -> Page:
+    """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
@@ -92,7 +86,7 @@ def gather(run: RunState, prices: Prices, documents: Sequence[ShownDocument] = (
         figures=list(figures(run)),
         costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in (_documents(documents), *_tables(run, ranks, found)) if table.rows],
+        tables=[table for table in _tables(run, ranks, found) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -280,12 +274,6 @@ def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
     yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
-
-
-def _documents(documents: Sequence[ShownDocument]) -> Table:
-    rows = [(one.id, one.text, one.answer) for one in (each.safe(_MAX_TEXT) for each in documents)]
-    note = "The first ones of the output; long texts are shortened in their middle. More: datatrove-ckpt show."
-    return Table("Documents and answers", ("id", "text", "answer"), rows, note)
 
 
 def _interruptions(found: Sequence[Interruption]) -> Table:

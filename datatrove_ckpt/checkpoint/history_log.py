@@ -54,7 +54,6 @@ class HistoryLog:
 
     Attributes:
         earlier: what all attempts did until the last progress line that was there.
-        earlier_models: the same of each of several models.
         position: the input's position in that line.
         unsynced: whether power loss may cost a line.
         generation: how often the file was replaced. It counts before that is done, so that whoever has opened the file

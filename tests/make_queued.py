@@ -94,7 +94,7 @@ def parts() -> Any:
 
     from datatrove_ckpt import InferenceConfig, InferenceRunner
     from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader
-    from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, chat
+    from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, JudgeRollout, chat
 
     parquet = "${rank}_${chunk_index}.parquet"
     servers = [
@@ -108,7 +108,7 @@ def parts() -> Any:
     ]
     rollouts = [
         queued_job.Asker(2),
-        BestOfRollout("Say {text}", candidates=2, judge_prompt="Rate {answer}"),
+        JudgeRollout("Say {text}", judge_prompt="Rate {answer}"),
         ChunkedRollout("Say {text}", carry="conversation"),
         chat,
         CompletionRollout("Say {text}"),

@@ -18,7 +18,6 @@ from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
-    BestOfRollout,
     ChunkedRollout,
     ClassifyRollout,
     CompletionRollout,
@@ -66,10 +65,7 @@ _OF_A_TEXT = " `prompt_column` and how tokens are counted are as for `PromptRoll
 _ROLLOUTS: dict[type, str] = {
     PromptRollout: " [Examples of all rollouts](rollouts.md).",
     CompletionRollout: " The others are those of `PromptRollout`, without `system_prompt` and `max_chars`.",
-    ChunkedRollout: ""
-    " `prompt_column`, `tokenizer`, `tokenizer_revision`, `chars_per_token` and `generation_config` are those of "
-    "`PromptRollout`.",
-    BestOfRollout: " The others are those of `PromptRollout`.",
+    ChunkedRollout: " `prompt_column`, `tokenizer` and `chars_per_token` are those of `PromptRollout`.",
     JudgeRollout: " The others are those of `PromptRollout`.",
     EmbedRollout: _OF_A_TEXT,
     ClassifyRollout: _OF_A_TEXT,

@@ -23,7 +23,6 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
-    ModelWork,
     Progress,
     Record,
     ServerEvent,
@@ -55,7 +54,6 @@ class HistoryLog:
 
     Attributes:
         earlier: what all attempts did until the last progress line that was there.
-        earlier_models: the same of each of several models.
         position: the input's position in that line.
         unsynced: whether power loss may cost a line.
         generation: how often the file was replaced. It counts before that is done, so that whoever has opened the file
@@ -66,7 +64,6 @@ class HistoryLog:
         self.path = path
         self._attempt = attempt
         self.earlier, self.position = WorkCounts(), InputPosition()
-        self.earlier_models: dict[str, WorkCounts] = {}
         content = self._read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -75,7 +72,6 @@ class HistoryLog:
             record = parse_line(line) if is_progress_line(line) else None
             if isinstance(record, Progress):
                 self.earlier, self.position = record.total, record.position
-                self.earlier_models = {name: model.total for name, model in record.models.items()}
                 break
         self._file = files.AppendFile(path)
         self.unsynced = False
@@ -100,10 +96,6 @@ class HistoryLog:
             record.attempt = self._attempt
             if isinstance(record, Progress):
                 record.total = self.earlier.plus(record.own)
-                for name in self.earlier_models:  # those that have another name now did what they did
-                    record.models.setdefault(name, ModelWork())
-                for name, model in record.models.items():
-                    model.total = self.earlier_models.get(name, WorkCounts()).plus(model.own)
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.size and self.size + len(data) > MAX_BYTES:

@@ -9,7 +9,7 @@ that took the rank over, also one that left no line here.
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, q, out, pos, m: see ``Progress``
+    progress    s, d, c, all, own, err, own_err, q, out, pos: see ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
@@ -228,35 +228,6 @@ class ServerEvent(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class ModelWork:
-    """What one of several models did: in all attempts, in this one, and now. Of ``WorkCounts``, what is its own."""
-
-    total: WorkCounts = field(default_factory=WorkCounts)
-    own: WorkCounts = field(default_factory=WorkCounts)
-    in_flight: int = 0
-    waiting: int = 0
-    silence: Silence = field(default_factory=Silence)
-
-    def plus(self, other: ModelWork) -> ModelWork:
-        """The sum of both, of what can be added."""
-        total, in_flight = self.total.plus(other.total), self.in_flight + other.in_flight
-        return ModelWork(total=total, in_flight=in_flight, waiting=self.waiting + other.waiting)
-
-    def to_json(self) -> list[object]:
-        numbers = self.total.numbers(), self.own.numbers(), self.own.errors
-        return [*numbers, self.in_flight, self.waiting, self.silence.to_json()]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Self:
-        total, own, errors, in_flight, waiting, silence = values
-        if not is_count(in_flight) or not is_count(waiting):
-            raise ValueError("a number is missing or negative")
-        found = cls(total=WorkCounts.from_json(total, {}), own=WorkCounts.from_json(own, errors))
-        found.in_flight, found.waiting, found.silence = in_flight, waiting, Silence.from_json(silence)
-        return found
-
-
-@dataclass(slots=True, kw_only=True)
 class Progress(_Record):
     """Where the rank stands: written at the start of an attempt, after ten seconds, each minute, and at its end.
 
@@ -272,7 +243,6 @@ class Progress(_Record):
         in_work: documents that are in work.
         silence: of the servers, until now ("out").
         position: how much of the input is done ("pos").
-        models: by their names, where there are several ("m").
     """
 
     KIND = "progress"
@@ -286,10 +256,8 @@ class Progress(_Record):
     in_work: int = 0
     silence: Silence = field(default_factory=Silence)
     position: InputPosition = field(default_factory=InputPosition)
-    models: dict[str, ModelWork] = field(default_factory=dict)
 
     def to_json(self) -> Json:
-        models = {"m": {name: model.to_json() for name, model in self.models.items()}} if self.models else {}
         return {
             "s": list(self.seconds),
             "d": astuple(self.documents),
@@ -301,7 +269,6 @@ class Progress(_Record):
             "q": (self.in_flight, self.waiting, self.in_work),
             "out": self.silence.to_json(),
             "pos": list(self.position),
-            **models,
         }
 
     @classmethod
@@ -323,7 +290,6 @@ class Progress(_Record):
             in_work=in_work,
             silence=silence,
             position=InputPosition.from_json(data["pos"]),
-            models={_text(name): ModelWork.from_json(model) for name, model in data.get("m", {}).items()},
         )
 
 

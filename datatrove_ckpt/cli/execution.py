@@ -207,7 +207,7 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
         text = _REPAIR.sub(lambda found: f"{command.replace(found[1], '')} --repair{found[1]}", text)
     if flags:  # what helps first stands last
         text += " The whole command: " + "\nor: ".join(f"{command} {flag}" for flag in reversed(flags))
-    text += advice(error, plan, arguments.config, f"{command} {FLAG}")
+    text += advice(error, plan, arguments.config, words is not str, f"{command} {FLAG}")
     if text != str(error):
         error.args = (text,)
     return error

@@ -175,14 +175,6 @@ def _count(of: str, text: str, least: int = 1) -> int:
     return int(_number(f"number of {of}, such as 8", lambda number: number in range(least, 10**7), text))
 
 
-def parse_time(text: str) -> float:
-    """Seconds, from a number with its unit."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
-    if not found or not float(found[1]) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
-    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
-
-
 # arguments -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +228,7 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
-    _flag("--start-over", "rename what the run has made (runs/x to runs/x.1), and begin anew; not needed to resume"),
+    _flag("--start-over", "rename the run folder (runs/x to runs/x.1), and begin anew; not needed to resume"),
     _argument("N", "run this one of the tasks, from 0, as a pod of Kubernetes does", "--rank", type=_RANK),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
@@ -292,8 +284,8 @@ def doctor() -> None:
     Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check and
     what to do: warning (continue if this is what you want) or problem (the run would fail, or could lose work).
     Problems come last; --all prints the checks that are ok, too.
-    The checks write, sync, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
-    nothing behind. A run may be active meanwhile. The first documents of the input are read to estimate sizes.
+    The checks write, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
+    nothing behind. A run may be active meanwhile. The first documents of the input are read.
 
     exit codes:
       0  no problem
@@ -305,34 +297,10 @@ def doctor() -> None:
 
 
 @_command(
-    "plan",
-    _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
-    _JSON,
-    _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
-    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_time),
-)
-def plan() -> None:
-    """Print how often a training should save.
-
-    examples:
-      datatrove-ckpt plan --save-cost 140s --mtbf 6h
-
-    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that is lost at Daly's.
-    The history of a training (history.jsonl in FOLDER) has the cost of its saves, and from 3 restarts on the mean time
-    between two losses, waits included. A flag goes before it.
-
-    exit codes:
-      0  the intervals are printed
-      2  a mistake in FOLDER or on the command line
-    """
-
-
-@_command(
     "status",
     _WHAT,
     _JSON,
     _flag("--all", "print a line for every rank, too"),
-    _flag("--watch", "show it again and again, until the run is finished"),
 )
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.

@@ -305,7 +305,7 @@ def run(
             executor = build(expand(content, "run()"))
         executor.run()
     except CkptError as error:
-        advice = executor and moves.advice(error, RunPlan(executor), None, "pass start_over=True to run().")
+        advice = executor and moves.advice(error, RunPlan(executor), None, True, "pass start_over=True to run().")
         error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
         raise
     is_url = "://" in str(run_folder)

@@ -9,7 +9,6 @@ import argparse
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, zip_longest
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.printing import say, write_out
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
@@ -113,9 +112,6 @@ def _wrapped(text: str, width: int) -> list[str]:
 # Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command line.
 
 
-_DOCUMENTS = 10
-
-
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
     if arguments.price_per_gpu_hour is not None and arguments.gpus_per_rank is None:
@@ -127,7 +123,7 @@ def report(arguments: argparse.Namespace) -> int:
         if Path(target).is_dir():
             raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
         state = read_run_state(place)
-        page = gather(state, prices, list(_documents(place)))
+        page = gather(state, prices)
     text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)
@@ -136,14 +132,6 @@ def report(arguments: argparse.Namespace) -> int:
         number = plural(len(state.ranks), "rank")
         write_out(f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n")
     return 0
-
-
-def _documents(place: Place) -> Iterator[ShownDocument]:
-    """The first documents, or why they cannot be read: the output may be out of reach, and the page has more."""
-    try:
-        yield from islice(read_documents(place), _DOCUMENTS)
-    except (CkptError, OSError) as error:
-        yield ShownDocument("", "", place.said(f"cannot be shown: {error}"))
 
 
 def _write(path: Path, content: bytes) -> None:

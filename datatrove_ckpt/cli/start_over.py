@@ -1,27 +1,32 @@
-"""``datatrove-ckpt run --start-over``: moves aside what the run has made, and says so."""
+"""``run --start-over``: renames the run folder, so that the next start begins anew. Deletes nothing.
+
+The folder is renamed in one step: it holds checkpoints, output and logs, so old output never meets a new checkpoint.
+"""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
+from datatrove.io import DataFolder
 
-from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import LOCK, RUN
+from datatrove_ckpt.checkpoint.ledger import find_ranks, name_place
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.maintenance.verify import verify
-from datatrove_ckpt.preflight import start_over as moves
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.preflight.before_run import check_steps
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import RunPlan
 
 FLAG = "--start-over"
 _OTHER_FOLDERS = re.compile(r"\b(another|a) checkpoints_local_dir\b")
 
 
 def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, retries: bool) -> None:
-    """Renames the folders.
+    """Renames the run folder, if the run has begun.
 
     Args:
         config: the YAML file, if there is one.
@@ -29,50 +34,73 @@ def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, r
         retries: dead letters are to be retried.
 
     Raises:
-        ConfigError, CheckpointLocked, StorageFailed: see ``preflight/start_over.py``.
+        ConfigError: see ``folder_to_move``.
+        CheckpointLocked: a process works on a task.
+        StorageFailed: the folder could not be renamed.
     """
     if retries:
         raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
     plan = RunPlan(executor)
     check_steps(plan)
-    moved = moves.start_over(plan, config, is_short, [] if is_short else _files_of_others(plan))
-    for old, new in moved.items():
-        say(f"Moved aside: {old} -> {new}")
-    for runner in plan.runners if moved else ():
-        _name_output(runner, moved)
+    folder = folder_to_move(plan, config, is_short)
+    if folder is None:
+        return
+    for root in _begun(plan):
+        for retry, number, rank in find_ranks(root):
+            if (holder := files.lock_holder(rank / LOCK)) is not None:
+                raise CheckpointLocked(
+                    f"{FLAG}: {files.name_holder(holder)} works on {name_place(retry, number)} in {root}. Stop that "
+                    "run, and run the same command again."
+                )
+    aside = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
+    files.disk.rename(folder, aside)
+    files.disk.sync_dir(folder.parent)
+    say(f"Moved aside: {folder} -> {aside}")
 
 
-def advice(error: Exception, plan: RunPlan, config: str | None, how: str) -> str:
+def advice(error: Exception, plan: RunPlan, config: str | None, is_short: bool, how: str) -> str:
     """For a refusal that tells to choose other folders: how to start over, if that would not be refused."""
     if isinstance(error, CheckpointMismatch | InputError) and _OTHER_FOLDERS.search(str(error)):
         with suppress(CkptError, OSError):
-            if moves.folders_to_move(plan, config):
+            if folder_to_move(plan, config, is_short) is not None:
                 return f"\nTo start over, with what is there moved aside: {how}"
     return ""
 
 
-def _files_of_others(plan: RunPlan) -> list[Path]:
-    """The files in output folders that none of the steps has written: another job may be at work there."""
-    logs, found = Path(plan.logging_dir.resolve_paths("")).absolute(), dict[str, set[Path]]()
-    for _, root in plan.kept:
-        with suppress(CkptError, OSError):  # damaged, or not begun
-            report = verify(root)
-            foreign = {Path(report.output, str(one.path)) for one in report.problems if one.kind == "foreign"}
-            found[report.output] = found.get(report.output, foreign) & foreign
-    return sorted(path for paths in found.values() for path in paths if not path.is_relative_to(logs))
+def folder_to_move(plan: RunPlan, config: str | None, is_short: bool) -> Path | None:
+    """The run folder; None if the run has not begun.
+
+    Raises:
+        ConfigError: the folder is not on this machine, or holds other things than the run.
+    """
+    outputs = [runner.step.output_writer.output_folder for runner in plan.runners]
+    if remote := [folder for folder in (*outputs, plan.logging_dir) if not folder.is_local()]:
+        raise _refusal(f"{remote[0].resolve_paths('')} is not on this machine, where folders can be renamed.")
+    made = [_path(plan.logging_dir), *map(_path, outputs), *(root for _, root in plan.kept)]
+    folder = made[0].parent
+    if not is_short or any(path.parent != folder for path in made):
+        raise _refusal(f"moves a run_folder. Move these away yourself: {', '.join(map(str, dict.fromkeys(made)))}.")
+    if not _begun(plan):
+        return None
+    if folder.is_symlink():
+        raise ConfigError(f"{FLAG}: {folder} is a link to {(real := folder.resolve())}: give {real}.")
+    inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
+    staying = [Path(config or "").absolute(), Path.cwd(), *map(_path, filter(DataFolder.is_local, inputs))]
+    if strangers := [path for path in staying if path.is_relative_to(folder)]:
+        raise _refusal(f"{folder} holds {strangers[0]}, which is not the run's.")
+    return folder
 
 
-def _name_output(runner: RunnerPlan, moved: dict[Path, Path]) -> None:
-    """Lets the old checkpoint name the old output where it is now. Else it names the output of the new run."""
+def _refusal(why: str) -> ConfigError:
+    return ConfigError(
+        f"{FLAG}: {why} Or choose another run_folder (or checkpoints, output and logs) of this job alone."
+    )
 
-    def now(path: Path) -> Path:
-        return next((new / path.relative_to(old) for old, new in moved.items() if path.is_relative_to(old)), path)
 
-    checkpoints = now(runner.step.checkpoints_root)
-    before = Path(runner.step.output_writer.output_folder.resolve_paths("")).absolute()
-    if (output := now(before)) == before:  # there was none
-        return
-    try:
-        note_output(checkpoints, str(output))
-    except (CkptError, OSError):
-        say(f"{checkpoints} is damaged, so it still names the old output folder, which is now {output}.")
+def _path(folder: DataFolder) -> Path:
+    return Path(folder.resolve_paths("")).absolute()
+
+
+def _begun(plan: RunPlan) -> list[Path]:
+    """The folders with checkpoints; datatrove's own have no ``run.json``."""
+    return [root for _, root in plan.kept if any(root.glob(f"[0-9]*/{RUN}"))]

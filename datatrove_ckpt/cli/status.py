@@ -1,4 +1,4 @@
-"""``datatrove-ckpt status``: the state of a whole run, once or again and again. Imports no datatrove.
+"""``datatrove-ckpt status``: the state of a whole run. Imports no datatrove.
 
 Exit codes: 0 all is well; 1 something is damaged; 2 a mistake on the command line.
 """
@@ -7,146 +7,41 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import re
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
-from datatrove_ckpt.checkpoint.history_records import ModelWork
 from datatrove_ckpt.checkpoint.layout import reshard_command
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.paths import is_script, start_command
-from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
-from datatrove_ckpt.maintenance.where import Place, with_config
+from datatrove_ckpt.maintenance.where import with_config
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Prints the state of the run. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
-        if arguments.watch:
-            return int(watch(place, as_json=arguments.json).is_damaged)
         state = read_run_state(place)
     if arguments.json:
         write_out(dump(to_json(state)).decode() + "\n")
     else:
-        style = Style(takes_unicode())
-        ranks = ["", *table([*state.ranks, *state.retries], state.read_at, style)] if arguments.all else []
-        lines = describe(state, style)
+        unicode = takes_unicode()
+        ranks = ["", *table([*state.ranks, *state.retries], state.read_at, unicode)] if arguments.all else []
+        lines = describe(state, unicode)
         if sys.stdout.isatty():
             lines = wrapped(lines, shutil.get_terminal_size().columns)
         write_out("\n".join([*lines, *ranks]) + "\n")
     return int(state.is_damaged)
 
 
-# watch ----------------------------------------------------------------------------------------------------------------
-
-# ``status --watch``: looks at the run again and again, and shows what it sees in place.
-#
-# A frame is one write: the cursor goes home, each line overwrites the one before and clears its rest. Nothing is
-# cleared first, so nothing flickers, and terminals that know synchronized updates show a frame at once. What was on
-# the terminal is scrolled up first, and the last numbers stay: so there is nothing to restore, however the command
-# ends.
-#
-# Without a terminal, there is a line for each look; with ``--json`` a JSON object.
-
-
-# Reading takes at most a third of the time, however long it takes: a run on the same disk must not notice it.
-_REST = 2.0
-_LOOK_SECONDS = 2.0
 _INDENT = re.compile(r"(?: +\w* +)?")
-_ESCAPE = re.compile(r"(\x1b\[[0-9;]*m)")
-_BEGIN, _END = "\x1b[?2026h\x1b[H", "\x1b[J\x1b[?2026l"
-
-
-def watch(place: Place, as_json: bool = False) -> RunState:
-    """Shows the run until it is finished, or the user has seen enough. Returns its last state."""
-    draws = sys.stdout.isatty() and not as_json
-    if draws:
-        write_out("\n" * shutil.get_terminal_size().lines)
-    state, problem = read_run_state(place), ""
-    try:
-        while True:
-            shown = _screen(state, problem) if draws else f"{_line(state, as_json)}\n"
-            if not write_out(shown, raw=draws) or state.is_finished:
-                break
-            time.sleep(max(_LOOK_SECONDS, _REST * state.seconds_to_read))
-            try:
-                place.refresh()
-                state, problem = read_run_state(place), ""
-            except StorageFailed as error:  # a disk or a network that comes back
-                if not draws:
-                    raise
-                problem = str(error)
-    except KeyboardInterrupt:
-        pass
-    if draws:
-        write_out("\x1b[H\x1b[J", raw=True)
-        write_out("\n".join(describe_totals(state, Style(takes_unicode()))) + "\n")
-    return state
-
-
-def _screen(state: RunState, problem: str) -> str:
-    size = shutil.get_terminal_size()
-    style = Style(takes_unicode(), color="NO_COLOR" not in os.environ)
-    lines = frame(state, max(20, size.columns), max(4, size.lines), style, problem)
-    return _BEGIN + "\n".join(f"{line}\x1b[K" for line in lines) + _END
-
-
-def _line(state: RunState, as_json: bool) -> str:
-    if as_json:
-        return dump(to_json(state), indent=False).decode()
-    totals = state.totals
-    states = ", ".join(f"{count} {name}" for name, count in sorted(totals.states.items()))
-    share = totals.position.share
-    parts = ["" if share is None else f"{percent(share)}, ", f"{totals.documents:,} documents, "]
-    parts += [f"{figure(totals.rates.documents)}/s, "] if totals.states["running"] else []
-    parts += [f"{duration(totals.time_left)} left, "] if totals.time_left is not None else []
-    troubled = len(state.troubled)
-    parts += [f"{states}, {troubled} in trouble, {age(state)}"]
-    return time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(state.read_at)) + "".join(parts)
-
-
-# frames --------------------------------------------------------------------------------------------------------------
-
-
-def frame(state: RunState, width: int, height: int, style: Style, problem: str = "") -> list[str]:
-    """The lines of one frame: the sums, then as many ranks as there is room for, those that need attention first."""
-    lines = list(describe_totals(state, style))
-    foot = [f"read at {time.strftime('%H:%M:%S', time.localtime(state.read_at))}; Ctrl-C ends the watch, not the run"]
-    if problem:
-        foot.insert(0, style.paint(f"could not be read again: {problem}", "1;31"))
-    trouble = ["", *wrapped(describe_trouble(state, style), width)]
-    trouble *= bool(state.troubled or state.refusal or state.is_mostly_dead)
-    room = height - len(lines) - len(foot) - 3
-    room -= min(len(trouble), max(0, room // 2))  # the table cuts reasons
-    ranks = _ordered(state)
-    shown = ranks if len(ranks) <= room else ranks[: max(0, room - 1)]
-    lines += ["", *table(shown, state.read_at, style)] if room > 0 else []
-    if len(shown) < len(ranks) and room > 0:
-        lines.append(f"{'...':>6}  {len(ranks) - len(shown):,} more; --all without --watch prints them")
-    lines += trouble[: max(0, height - len(lines) - len(foot))]
-    lines += [""] * (height - len(lines) - len(foot))
-    return [cut(line, width) for line in [*lines[: max(0, height - len(foot))], *foot][:height]]
-
-
-def _ordered(state: RunState) -> list[RankState]:
-    """Those in trouble first, then those that run, then the others. But a few ranks stay in their order."""
-    every = [*state.ranks, *state.retries]
-    if len(every) <= 16:
-        return every
-    troubled = state.troubled
-    others = [rank for rank in every if rank.trouble is None]
-    return [*troubled, *sorted(others, key=lambda rank: (rank.state != "running", rank.root, rank.rank))]
 
 
 def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
@@ -154,15 +49,6 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
     for line in (part for text in lines for part in text.split("\n")):
         indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
         yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
-
-
-def cut(line: str, width: int) -> str:
-    """The line's first ``width`` characters; escape sequences have no width."""
-    parts = _ESCAPE.split(line)  # every second one is a sequence
-    for index in range(0, len(parts), 2):
-        parts[index] = parts[index][:width]
-        width -= len(parts[index])
-    return "".join(parts)
 
 
 # text -----------------------------------------------------------------------------------------------------------------
@@ -182,41 +68,23 @@ _FIRST_SECONDS = 120.0
 _UNEVEN, _SOON_SECONDS, _MOST = 2.0, 600.0, 0.9
 
 
-@dataclass(frozen=True)
-class Style:
-    """How to draw. ``unicode``: the terminal takes more than ASCII. ``color``: it takes colours."""
+_STATES = ("damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished")
 
-    unicode: bool = True
-    color: bool = False
 
-    def paint(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.color and code else text
-
-    def bar(self, share: float, width: int = _BAR) -> str:
-        """A bar of ``width`` characters."""
-        share = min(1.0, max(0.0, share))
-        if not self.unicode:
-            full = int(share * width)
-            return "#" * full + "-" * (width - full)
+def _bar(share: float, unicode: bool, width: int = _BAR) -> str:
+    """A bar of ``width`` characters."""
+    share = min(1.0, max(0.0, share))
+    if unicode:
         return filled_cells(share, width, "░")
+    full = int(share * width)
+    return "#" * full + "-" * (width - full)
 
 
-PLAIN = Style()
-_BY_COLOR = {
-    "1;31": "damaged failed lost",
-    "31": "silent stuck looping",
-    "33": "restarting slow interrupted unfinished",
-    "32": "running",
-    "2": "finished",
-}
-_COLORS = {state: color for color, states in _BY_COLOR.items() for state in states.split()}
-
-
-def describe(state: RunState, style: Style = PLAIN) -> Iterator[str]:
-    """The sums and the exceptions."""
-    yield from describe_totals(state, style)
+def describe(state: RunState, unicode: bool = True) -> Iterator[str]:
+    """The sums and the exceptions. ``unicode``: the terminal takes more than ASCII."""
+    yield from _describe_totals(state, unicode)
     yield ""
-    yield from describe_trouble(state, style)
+    yield from _describe_trouble(state)
     if not state.totals.states["running"] and not state.retried.states["running"]:
         yield from _what_next(state)
     yield from _full_disk(state)
@@ -269,11 +137,11 @@ def _full_disk(state: RunState) -> Iterator[str]:
 # sums ----------------------------------------------------------------------------------------------------------------
 
 
-def describe_totals(state: RunState, style: Style = PLAIN) -> Iterator[str]:
+def _describe_totals(state: RunState, unicode: bool) -> Iterator[str]:
     """The sums, a line for each topic that there is something to say about."""
     totals = state.together
-    yield f"{style.paint(state.what, '1')}: {_ranks(state)}; {age(state)}"
-    yield _share(state, style)
+    yield f"{state.what}: {_ranks(state)}; {age(state)}"
+    yield _share(state, unicode)
     yield _topic("documents", _documents(totals) if totals.documents or not state.is_finished else "none in the input")
     if advice := _uneven(state):
         yield _topic("reshard", advice)
@@ -310,7 +178,7 @@ def _topic(label: str, text: str) -> str:
 
 def _ranks(state: RunState) -> str:
     totals = state.totals
-    states = [f"{totals.states[name]} {name}" for name in _COLORS if totals.states[name]]
+    states = [f"{totals.states[name]} {name}" for name in _STATES if totals.states[name]]
     states += [f"{totals.not_started} not started"] if totals.not_started else []
     return f"{plural(len(state.ranks) + totals.not_started, 'rank')} ({', '.join(states)})"
 
@@ -330,7 +198,7 @@ def _ago(state: RunState) -> str:
     return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
 
 
-def _share(state: RunState, style: Style) -> str:
+def _share(state: RunState, unicode: bool) -> str:
     totals = state.totals
     share = 1.0 if state.is_finished else totals.position.share
     if share is None and state.is_dealt_anew:
@@ -338,7 +206,7 @@ def _share(state: RunState, style: Style) -> str:
     if share is None:
         first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
         return f"  no percentage{' yet' if first else ''}: it is not known how much of the input is done"
-    bar = style.paint(style.bar(share), "32" if style.color else "")
+    bar = _bar(share, unicode)
     if state.is_finished:
         return f"  {bar} finished"
     about = "about " if totals.total_is_estimated else ""
@@ -431,19 +299,8 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[str]:
         yield _topic("wasted", ", ".join(said))
     if work.restarts:
         yield _topic("servers", _plural(work.restarts, "restart"))
-    for name, model in totals.models.items():
-        yield _topic(name, _model(model) + ago)
     if work.errors:
         yield _topic("errors", _most(work.errors) + ago)
-
-
-def _model(model: ModelWork) -> str:
-    total = model.total
-    counted = {"failed": total.failed, "sent again": total.retries + total.resent, "in flight": model.in_flight}
-    said = "".join(f", {count:,} {what}" for what, count in counted.items() if count)
-    restarts = f", {_plural(total.restarts, 'restart')}" if total.restarts else ""
-    tokens = f"{short(total.prompt_tokens)} prompt and {short(total.completion_tokens)} completion tokens"
-    return f"{_plural(total.requests, 'answer')}{said}{restarts}; {tokens}"
 
 
 def _most(numbers: Mapping[str, int]) -> str:
@@ -467,7 +324,7 @@ def _dead(state: RunState, totals: Totals) -> str:
 # exceptions ----------------------------------------------------------------------------------------------------------
 
 
-def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
+def _describe_trouble(state: RunState) -> Iterator[str]:
     """The ranks that need attention, each with its reason."""
     troubled = state.troubled
     if state.refusal:
@@ -487,7 +344,7 @@ def describe_trouble(state: RunState, style: Style = PLAIN) -> Iterator[str]:
         groups = list(alike.values())
         for group in groups[:MAX_TROUBLED]:
             reason = group[0].reason.replace("\n", "\n    ")
-            yield f"  {_places(group)}: {style.paint(str(trouble), _COLORS[str(trouble)])}: {reason}"
+            yield f"  {_places(group)}: {trouble}: {reason}"
         if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
             yield f"  {trouble}, too: {_plural(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
 
@@ -505,25 +362,24 @@ def _places(ranks: Sequence[RankState]) -> str:
 _TABLE_BAR = 10
 
 
-def table(ranks: Sequence[RankState], now: float, style: Style = PLAIN) -> Iterator[str]:
+def table(ranks: Sequence[RankState], now: float, unicode: bool = True) -> Iterator[str]:
     """A header, and a line for each rank."""
     yield (
         f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  {'per second':>10}  "
         f"{'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
-        yield _row(rank, now, style)
+        yield _row(rank, now, unicode)
 
 
-def _row(rank: RankState, now: float, style: Style) -> str:
+def _row(rank: RankState, now: float, unicode: bool) -> str:
     name = f"{rank.root}/{rank.rank}" if rank.root else f"{rank.rank}"
     shown = rank.trouble or rank.state
-    state = style.paint(f"{shown:<11}", _COLORS.get(shown, ""))
     share = 1.0 if rank.state == "finished" else rank.position.share
-    done = "" if share is None else f"{style.bar(share, _TABLE_BAR)} {percent(share):>7}"
+    done = "" if share is None else f"{_bar(share, unicode, _TABLE_BAR)} {percent(share):>7}"
     rate = figure(rank.rates.documents) if rank.state == "running" and rank.rates.documents else ""
     left = "" if rank.time_left is None else duration(rank.time_left)
     word = "" if rank.last_word is None or rank.state == "finished" else duration(max(1.0, now - rank.last_word))
     notes = rank.reason.partition("\n")[0] or rank.process * (rank.state == "running")
     numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
-    return f"{name:>6}  {state}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()
+    return f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

@@ -29,6 +29,7 @@ from datatrove_ckpt.errors import CheckpointLocked, CkptError, StorageFailed
 from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedRun, Tracker, WandbRun, job_of
 from datatrove_ckpt.redaction import Redactor
 
+_SENDING_SECONDS = 60.0  # between two sendings
 _KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
 _LAST_SECONDS = 5.0  # that it may need after the end of who started it
 
@@ -51,7 +52,7 @@ def track(arguments: argparse.Namespace) -> int:
                 if problem != said:
                     write_out(f"{place.said(Redactor()(problem)) or 'up to date again'}\n")
                 said = problem
-                time.sleep(job.seconds)
+                time.sleep(_SENDING_SECONDS)
                 with suppress(StorageFailed):  # a network that comes back
                     place.refresh()
         finally:
@@ -83,11 +84,11 @@ def _track_of_run(root: Path) -> None:
         files.Lock(root / TRACKING_LOCK)  # until this process ends
         with suppress(StorageFailed):  # only the same command by hand needs it
             files.disk.replace(root / TRACKING, orjson.dumps(asdict(job)))
-        _answer(_tracker(root, job), job.seconds, wishes, answers)
+        _answer(_tracker(root, job), wishes, answers)
         os._exit(0)  # whatever threads libraries have
 
 
-def _answer(tracker: Tracker, seconds: float, wishes: FileIO, answers: FileIO) -> None:
+def _answer(tracker: Tracker, wishes: FileIO, answers: FileIO) -> None:
     redact, number, wish, at_work = Redactor(), 0, b"", time.monotonic()
     while True:  # at once, so that imports and the making of the run hold up nothing at the end
         problem = " ".join(redact(tracker.work(everything=bool(wish))).split())[:500]
@@ -98,7 +99,7 @@ def _answer(tracker: Tracker, seconds: float, wishes: FileIO, answers: FileIO) -
         elif time.monotonic() - at_work >= _KEEP_SECONDS:
             return
         wish = b""
-        if select.select([wishes], [], [], seconds)[0] and not (wish := wishes.readline()):
+        if select.select([wishes], [], [], _SENDING_SECONDS)[0] and not (wish := wishes.readline()):
             tracker.work(everything=True)  # a rank of another process may have ended meanwhile
             return
 

@@ -37,7 +37,7 @@ from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, ref
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor JobsPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
-    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout BestOfRollout JudgeRollout EmbedRollout "
+    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout EmbedRollout "
     "ClassifyRollout chat",
     "datatrove.executor": "SlurmPipelineExecutor RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",

@@ -75,9 +75,7 @@ class InferenceConfig:
         server_stop_timeout_sec: time until a server that was asked to stop is killed.
         replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the cores). They share
             ``max_concurrent_generations``.
-        server_max_restarts: restarts of one server within ``server_restart_window_sec``. The run ends when every server
-            has used them up.
-        server_restart_window_sec: the window for ``server_max_restarts``.
+        server_max_restarts: restarts of one server within an hour. The run ends when every server has used them up.
         hang_timeout: seconds without an answer or a new token after which a server that has requests is restarted.
         server_python: Python interpreter of the engine's own virtual environment. None: that of this package.
         reuse_servers: the next task of a process takes over its servers if they fit. False: each task starts its own.
@@ -126,7 +124,6 @@ class InferenceConfig:
     server_stop_timeout_sec: float = 10.0
     replicas: int = 1
     server_max_restarts: int = 3
-    server_restart_window_sec: float = 3600.0
     hang_timeout: float = 600.0
     server_python: str | None = None
     reuse_servers: bool = True
@@ -312,7 +309,6 @@ _MINIMA = {
     "server_start_timeout_sec": "> 0",
     "server_ready_delay_sec": "> 0",
     "server_stop_timeout_sec": "> 0",
-    "server_restart_window_sec": "> 0",
     "hang_timeout": "> 0",
     "server_patience_seconds": "> 0",
     "tp": ">= 1",

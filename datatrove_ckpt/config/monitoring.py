@@ -31,12 +31,10 @@ class MonitoringConfig:
         metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
         metrics_file: a file for node_exporter's textfile collector, ending in ``.prom``; one per rank, whose number
             takes the place of ``${rank}``, or stands before ``.prom``. Needs the extra ``metrics``.
-        metrics_file_seconds: time between two versions of that file.
         mlflow_uri: URL of MLflow's server, "databricks", a folder or a database. Needs checkpoints, and the extra
             ``mlflow``.
         mlflow_experiment: name of the experiment, which is made if there is none.
         wandb_project: "project" or "team/project" at Weights & Biases. Needs checkpoints, and the extra ``wandb``.
-        tracking_seconds: time between two sendings to MLflow and Weights & Biases.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -46,11 +44,9 @@ class MonitoringConfig:
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     metrics_file: str | None = None
-    metrics_file_seconds: float = 15.0
     mlflow_uri: str | None = None
     mlflow_experiment: str = "datatrove-ckpt"
     wandb_project: str | None = None
-    tracking_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.run_name is not None and not self.run_name.strip():
@@ -62,9 +58,6 @@ class MonitoringConfig:
                 f"monitoring.metrics_file: must end in .prom, because node_exporter reads no other file; it is "
                 f"{self.metrics_file!r}."
             )
-        for name in ("metrics_file_seconds", "tracking_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"monitoring.{name}: must be positive; it is {getattr(self, name)}.")
         if self.mlflow_uri is not None and holds_credentials(self.mlflow_uri):
             raise ConfigError(
                 "monitoring.mlflow_uri: holds a user or a password, which would be written to files. Leave them out, "
@@ -111,7 +104,6 @@ class MonitoringConfig:
             job=xxhash.xxh3_128_hexdigest(orjson.dumps([name, run["output_folder"], run["output_filename"], tasks])),
             run_name=name,
             ranks=tasks,
-            seconds=self.tracking_seconds,
             mlflow_uri=uri,
             mlflow_experiment=self.mlflow_experiment,
             wandb_project=self.wandb_project,
@@ -136,7 +128,6 @@ class TrackedJob:
         job: id of the job: the same in all attempts, on all nodes.
         run_name: for people.
         ranks: of the job.
-        seconds: between two sendings.
         mlflow_uri, mlflow_experiment, wandb_project: see ``MonitoringConfig``.
         parameters: the settings of the run.
     """
@@ -144,7 +135,6 @@ class TrackedJob:
     job: str
     run_name: str
     ranks: int
-    seconds: float = 60.0
     mlflow_uri: str | None = None
     mlflow_experiment: str = "datatrove-ckpt"
     wandb_project: str | None = None

@@ -308,15 +308,15 @@ class Requests:
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
-            model.observer.failed()
+            self._rank.observer.own.failed += 1
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise
         except RequestPoisoned as error:
-            model.observer.failed()
+            self._rank.observer.own.failed += 1
             raise _failed(named(error, model.config.name), payload) from error
         except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            model.observer.failed()
+            self._rank.observer.own.failed += 1
             model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
             named(error, model.config.name)
             self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))

@@ -27,7 +27,6 @@ from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
     InputPosition,
-    ModelWork,
     Record,
     ServerEvent,
     ServerWhat,
@@ -56,17 +55,15 @@ _SILENCE_SECONDS = 60.0
 
 
 class ModelObserver:
-    """Counts the requests to a model, or to all models of a rank.
+    """Observes the servers of a model, or of all models of a rank.
 
     Attributes:
-        own: what this attempt did.
         clients: of the models whose servers are ready.
         early: requests that wait because they are not.
         answered_at: when the last answer came, as ``time.monotonic`` says.
     """
 
     def __init__(self) -> None:
-        self.own = WorkCounts()
         self.clients: list[CompletionClient] = []
         self.early = 0
         self.answered_at = time.monotonic()
@@ -92,15 +89,7 @@ class ModelObserver:
 
     def answered(self, completion: Completion) -> None:
         """A server gave an answer."""
-        own, usage = self.own, completion.usage
-        own.requests += 1
-        own.prompt_tokens += usage.get("prompt_tokens") or 0
-        own.completion_tokens += usage.get("completion_tokens") or 0
         self.answered_at = time.monotonic()
-
-    def failed(self) -> None:
-        """A request has no answer at the end."""
-        self.own.failed += 1
 
     def silence(self) -> Silence:
         """Of the model that has given no answer for the longest time."""
@@ -126,6 +115,7 @@ class RankReporter(ModelObserver):
 
     def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
         super().__init__()
+        self.own = WorkCounts()
         self.position: Callable[[], InputPosition] = InputPosition
         self.skipped = SkippedLines()
         self._rank = rank
@@ -144,7 +134,7 @@ class RankReporter(ModelObserver):
     # what happens ------------------------------------------------------------------------------------------------
 
     def of(self, config: InferenceConfig) -> ModelObserver:
-        """What gets told of a model. A rank's only model needs no numbers of its own."""
+        """The observer of a model's servers. The observer of a rank's only model is the rank's."""
         return self._models.setdefault(config.name, _ModelReporter(self)) if config.name else self
 
     def serving(self, client: CompletionClient) -> None:
@@ -154,9 +144,12 @@ class RankReporter(ModelObserver):
     def answered(self, completion: Completion) -> None:
         super().answered(completion)
         usage = completion.usage
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        prompt, tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        self.own.requests += 1
+        self.own.prompt_tokens += prompt
+        self.own.completion_tokens += tokens
         with self._lock:
-            self._recent.append((int(completion.seconds * 1000), *tokens))
+            self._recent.append((int(completion.seconds * 1000), prompt, tokens))
             if len(self._recent) >= _RECENT:
                 self._sort_recent()
 
@@ -175,8 +168,6 @@ class RankReporter(ModelObserver):
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         """Something happened to a server: see ``ServerEvent``."""
         self.own.restarts += what == "restart"
-        if what == "restart" and (model := self._models.get(name.partition(" ")[0])) is not None:
-            model.own.restarts += 1
         for known in get_args(ServerWhat):
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
@@ -261,12 +252,6 @@ class RankReporter(ModelObserver):
         found.in_flight, found.waiting = _add_attempts(own, self.clients)
         found.waiting += sum(one.early for one in (self, *self._models.values()))
         found.silence = self.silence()
-        for name, model in self._models.items():
-            work = replace(model.own, errors={})
-            in_flight, waiting = _add_attempts(work, model.clients)
-            found.models[name] = ModelWork(
-                own=work, in_flight=in_flight, waiting=waiting + model.early, silence=model.silence()
-            )
         return found
 
     def spread(self) -> Spread:
@@ -301,7 +286,7 @@ def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tupl
 
 
 class _ModelReporter(ModelObserver):
-    """One of a rank's models: tells the rank, and counts for itself."""
+    """Observes one of several models for its rank."""
 
     def __init__(self, rank: RankReporter) -> None:
         super().__init__()
@@ -318,10 +303,6 @@ class _ModelReporter(ModelObserver):
     def answered(self, completion: Completion) -> None:
         super().answered(completion)
         self._rank.answered(completion)
-
-    def failed(self) -> None:
-        super().failed()
-        self._rank.failed()
 
 
 @asynccontextmanager

@@ -72,7 +72,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     Raises:
         ConfigError: there is no rank, or this user may not read one.
     """
-    began = time.monotonic()
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
     state.given = place.given if place.config else ()
@@ -103,7 +102,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
     state.newest = max(words, default=None)
-    state.seconds_to_read = time.monotonic() - began
     return state
 
 
@@ -351,14 +349,10 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
         rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
-        rank.models = last.models
     rank.reshards = ledger.run.get(RESHARDS, 0)
     if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
         rank.position = InputPosition()  # of the share before
     _judge(rank, recent, ledger.is_finished, now, copied_at)
-    if rank.state != "running":
-        for model in rank.models.values():
-            model.in_flight = model.waiting = 0
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]

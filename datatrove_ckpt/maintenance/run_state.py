@@ -21,7 +21,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts, sum_delivered
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
-from datatrove_ckpt.checkpoint.history_records import InputPosition, ModelWork, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
 from datatrove_ckpt.checkpoint.lines import Json
 
 State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
@@ -83,7 +83,6 @@ class Sums:
     exact: bool = True
     position: InputPosition = field(default_factory=InputPosition)
     work: WorkCounts = field(default_factory=WorkCounts)
-    models: dict[str, ModelWork] = field(default_factory=dict)
     lost_in_flight: int = 0
     rates: Rates = field(default_factory=Rates)
     in_flight: int = 0
@@ -107,8 +106,6 @@ class Sums:
         self.counts.add(other.counts)
         self.unfinished.add(other.unfinished)
         self.work = self.work.plus(other.work)
-        for model, work in other.models.items():
-            self.models[model] = self.models.get(model, ModelWork()).plus(work)
         self.dead_letters.update(other.dead_letters)
         self.exact = self.exact and other.exact
         for name in ("chunks", "files", "unfinished_chunks", "lost_in_flight", "in_flight", "waiting"):
@@ -218,7 +215,6 @@ class RunState:
         what: the folder or URL that was read, for people.
         given: the YAML file that was named, with overrides; empty: a folder or a URL was.
         read_at: when it was read.
-        seconds_to_read: how long that took.
         newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
@@ -235,7 +231,6 @@ class RunState:
     is_copy: bool
     read_at: float
     given: Sequence[str] = ()
-    seconds_to_read: float = 0.0
     newest: float | None = None
     tasks: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
@@ -337,9 +332,9 @@ def to_json(state: RunState) -> Json:
     }
 
 
-def dump(content: Json, indent: bool = True) -> bytes:
+def dump(content: Json) -> bytes:
     """As text."""
-    return orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None)
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2)
 
 
 def _totals(totals: Totals, tasks: int) -> Json:
@@ -387,7 +382,6 @@ def _sums(sums: Sums, work_is_at_least: bool) -> Json:
         "unfinished_chunks": sums.unfinished_chunks,
         "work": {name: getattr(sums.work, name) for name in _WORK}
         | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": work_is_at_least},
-        **({"models": {name: _model(sums.models[name]) for name in sums.models}} if sums.models else {}),
         "rates": _rates(sums.rates),
         "time_left_seconds": None if sums.time_left is None else round(sums.time_left, 3),
         "as_of": _time(sums.as_of),
@@ -395,11 +389,6 @@ def _sums(sums: Sums, work_is_at_least: bool) -> Json:
         "waiting": sums.waiting,
         "dead_letters": dict(sums.dead_letters.most_common()),
     }
-
-
-def _model(model: ModelWork) -> Json:
-    total = {name: getattr(model.total, name) for name in _OF_MODEL}
-    return total | {"in_flight": model.in_flight, "waiting": model.waiting}
 
 
 _COUNTS = tuple(DocumentCounts.__dataclass_fields__)
@@ -411,7 +400,6 @@ def _counts(counts: DocumentCounts) -> Json:
 
 _TROUBLE = ("root", "rank", "trouble", "reason")
 _OF_ATTEMPT = ("why", "what", "host", "pid", "slurm_job", "version", "without_a_word", "in_flight")
-_OF_MODEL = ("requests", "failed", "prompt_tokens", "completion_tokens", "sent", "retries", "resent", "restarts")
 _WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
 
 

@@ -137,9 +137,6 @@ class JobPoints:
             if rank.progress is not None:
                 for name, value in (_SUMS | _OF_RUNNING if running else _SUMS).items():
                     found[name] += value(rank.progress)
-                for name, model in rank.progress.models.items():
-                    for key in _OF_MODEL:
-                        found[f"{name}/{key}"] = found.get(f"{name}/{key}", 0.0) + getattr(model.total, key)
         shares = [rank.progress.position.share for rank in self._ranks.values() if rank.progress is not None]
         if shares and len(shares) >= self.ranks and None not in shares:
             found["input_done_ratio"] = sum(share for share in shares if share is not None) / len(shares)
@@ -162,7 +159,6 @@ _SUMS: dict[str, Callable[[Progress], float]] = {
     "errors": lambda rank: sum(rank.total.errors.values()),
     "server_restarts": lambda rank: rank.total.restarts,
 }
-_OF_MODEL = ("requests", "failed", "prompt_tokens", "completion_tokens", "restarts")
 _OF_RUNNING: dict[str, Callable[[Progress], float]] = {
     "requests_in_flight": lambda rank: rank.in_flight,
     "requests_waiting": lambda rank: rank.waiting,

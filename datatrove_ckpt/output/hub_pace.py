@@ -94,11 +94,6 @@ class CommitPace:
         """How long the next files wait for more: ranks that start together must not commit together."""
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
-    @property
-    def mean_seconds(self) -> float:
-        """Of ``seconds_of_next``."""
-        return self.seconds * (_FIRST_SHARE + 1) / 2
-
     def most(self, ends: bool) -> int:
         """Commits in an hour beyond which a rank waits. ``ends``: it has nothing else left to do."""
         return self.per_hour if ends else math.ceil(self.per_hour * _SHARE_BEFORE_END)

@@ -189,11 +189,6 @@ class Ownership:
                 f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
             )
 
-    def release(self) -> None:
-        """Leaves the folder to the next run. Raises as ``check``."""
-        if self.check():
-            self._record.remove()
-
     def _refusal(self, owner: Owner) -> OutputMismatch:
         where = self._folder.resolve_paths("")
         return OutputMismatch(

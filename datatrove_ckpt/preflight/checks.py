@@ -1,4 +1,4 @@
-"""Checks of one folder before a run: each writes, locks or syncs there, and reports what happened.
+"""Checks of one folder before a run: each writes or locks there, and reports what happened.
 
 All of that happens in a probe folder (see below), so no rank's folder, lock or database is touched.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import secrets
-import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -25,9 +23,8 @@ from datatrove.io import DataFolder, get_datafolder
 from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Seconds
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.formatting import byte_size, duration
@@ -35,16 +32,11 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.retrying import failure_line, file_system_call, hub_refusal
 
-# Measures how long syncs take here, in probes that leave nothing behind.
-#
 # A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the
 # end, also after an error. A run may be active meanwhile.
 
 
 PROBE = ".datatrove-ckpt-probe-"
-
-_ANSWER_BYTES = 4096
-_GROUP = 64 * 1024
 
 REMOTE_SECONDS = 60.0
 """Seconds that a remote folder may take to answer."""
@@ -77,37 +69,6 @@ def probe_folder(folder: Path) -> Iterator[Path]:
 def _remove(probe: Path) -> None:
     files.disk.close(probe)
     files.disk.remove_tree(probe)
-
-
-def measure_syncs(probe: Path, at_most: int = 25) -> list[float]:
-    """Writes groups of answers as the storage thread does, for a second, but at least three times.
-
-    Returns the seconds that each sync took.
-
-    Raises:
-        StorageFailed: the disk reported an error.
-    """
-    answers = [_answer(number) for number in range(_GROUP // _ANSWER_BYTES)]
-    lines = b"\n".join(answer.answer.result or b"" for answer in answers)
-    journal = files.AppendFile(probe / "journal")
-    with closing(RequestCache(probe / "cache.sqlite3")) as cache:
-
-        def sync() -> float:
-            cache.put(answers)
-            journal.append(lines)
-            start = time.perf_counter()
-            journal.sync()
-            cache.sync()
-            return time.perf_counter() - start
-
-        sync()  # the first sync includes the new file names
-        return [sync() for _ in _repeats(at_most)]
-
-
-def _answer(number: int) -> CachedRequest:
-    # Random bytes: a file system that compresses must not look faster than it is.
-    text = secrets.token_hex(_ANSWER_BYTES // 2).encode()
-    return CachedRequest(0, number, "", AnswerKey(0, "", 0), Answer(text, None))
 
 
 # A remote folder -----------------------------------------------------------------------------------------------------
@@ -191,21 +152,10 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         raise kind(f"{what}: {failure_line(error)}.") from error
 
 
-# Timing --------------------------------------------------------------------------------------------------------------
-
-
-def _repeats(at_most: int) -> Iterator[int]:
-    deadline = time.monotonic() + 1.0
-    for number in range(at_most):
-        if number >= 3 and time.monotonic() > deadline:
-            return
-        yield number
-
-
 State = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
 
-_SLOW_SHARE = 0.1
+_LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 _LOCK_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
@@ -248,23 +198,6 @@ def tried(what: str, check: Callable[[], str]) -> Finding:
         return Finding("problem", what, str(error))
 
 
-@dataclass(frozen=True)
-class Need:
-    """The space that a folder must have at one time.
-
-    Attributes:
-        least: bytes without which no chunk can be finished; None if unknown.
-        most: bytes at most.
-        files: number of files and folders.
-        basis: how the numbers were estimated, as text for people.
-    """
-
-    least: int | None
-    most: int | None
-    files: int
-    basis: str
-
-
 def file_system(folder: Path) -> FilesystemTraits:
     """The file system that the folder is on."""
     mounts = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
@@ -274,25 +207,23 @@ def file_system(folder: Path) -> FilesystemTraits:
 # Local folders -------------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(
-    folder: Path, sync_seconds: Seconds, need: Need, mirrored: bool = False, moves: bool = False
-) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``. ``moves``: a task may restart on another node."""
-    yield from _try_locally(folder, _check_lock, _check_sqlite, partial(_check_sync, sync_seconds))
+def check_checkpoints(folder: Path, files: int, mirrored: bool = False, moves: bool = False) -> Iterator[Finding]:
+    """Checks ``checkpoints_local_dir``. ``files``: how many it gets. ``moves``: a task may restart on another node."""
+    yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
-    yield check_room(folder, need)
+    yield check_room(folder, files)
     yield from _check_ranks(folder)
 
 
-def check_local_output(folder: Path, need: Need, moves: bool = False) -> Iterator[Finding]:
-    """Checks a local output folder. ``moves``: a task may restart on another node."""
+def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
+    """Checks a local output folder. ``files``: how many it gets. ``moves``: a task may restart on another node."""
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
         yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-    yield check_room(folder, need)
+    yield check_room(folder, files)
 
 
 def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
@@ -332,26 +263,21 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
     return Finding("warning" if kind.concerns else "ok", "file system", text)
 
 
-def check_room(folder: Path, need: Need) -> Finding:
-    """Compares free bytes and inodes with the need. A quota is noticed only when it is used up, by the probe."""
+def check_room(folder: Path, files: int) -> Finding:
+    """Compares free bytes and inodes with the least that a run needs.
+
+    A quota is noticed only when it is used up, by the probe.
+    """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
-    state: State = "ok"
+    state: State = "ok" if free >= _LEAST_FREE else "problem"
     text = f"{byte_size(free)} free"
     if status.f_files:  # some file systems have no inodes to count
         text += f", {status.f_favail} inodes"
-    if need.least is None or need.most is None:
-        text += f"; the need cannot be estimated: {need.basis}."
-    else:
-        least = f"{byte_size(need.least)} to " if need.least else "up to "
-        text += f"; {least}{byte_size(need.most)} needed at once: {need.basis}."
-        state = "problem" if free < need.least else "warning" if free < need.most else "ok"
-    if status.f_files and status.f_favail < need.files:
-        state = "problem"
-        text += f" At least {need.files} inodes are needed."
-    if state != "ok":
-        text += " Free some space, choose another folder, or make records_per_chunk smaller."
-    return Finding(state, "room", text)
+        if status.f_favail < files:
+            state = "problem"
+            text += f". At least {files} inodes are needed"
+    return Finding(state, "room", text + (". Free some space, or choose another folder." if state != "ok" else "."))
 
 
 def _check_ranks(folder: Path) -> Iterator[Finding]:
@@ -422,20 +348,6 @@ def _check_sqlite(probe: Path) -> Finding:
         return Finding("ok", "SQLite", "WAL without shared memory works, and a second process is kept out.")
     text = f"a second process was not kept out of the request cache ({found}): start no rank twice."
     return Finding("warning", "SQLite", text)
-
-
-def _check_sync(sync_seconds: Seconds, probe: Path) -> Finding:
-    syncs = measure_syncs(probe)
-    sync = statistics.median(syncs)
-    text = f"{byte_size(_GROUP)} take {duration(sync)} (median of {len(syncs)})"
-    if sync_seconds == 0:
-        return Finding("ok", "syncs", f"{text}, after each group of writes (sync_seconds: 0).")
-    interval = SYNC_TUNING.interval([sync]) if sync_seconds == "auto" else sync_seconds
-    share = sync / interval
-    text += f"; one every {duration(interval)} (sync_seconds: {sync_seconds}) takes {100 * share:.2g} % of the time"
-    if share < _SLOW_SHARE:
-        return Finding("ok", "syncs", f"{text}.")
-    return Finding("warning", "syncs", f"{text}. Set sync_seconds: auto, or choose a faster disk.")
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------

@@ -6,42 +6,32 @@ The checks change nothing; ``cli/run.py`` prints them.
 from __future__ import annotations
 
 import asyncio
-import math
-import posixpath
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from string import Template
-from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.paths import existing_part, expand_path
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
-from datatrove_ckpt.formatting import byte_size, duration, error_text, plural
+from datatrove_ckpt.formatting import duration, error_text, plural
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.scheduler import most_documents
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
-from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
-from datatrove_ckpt.output.names import fields_of_documents, writer_name
+from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     REMOTE_SECONDS,
     Finding,
-    Need,
     State,
     about,
     answered,
@@ -51,7 +41,7 @@ from datatrove_ckpt.preflight.checks import (
     tried,
     within,
 )
-from datatrove_ckpt.preflight.input_checks import GROWTH, Sample, check_input, check_inputs_unchanged, check_workers
+from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged, check_workers
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -74,10 +64,6 @@ class Look:
 
     plan: RunPlan
     sample: Sample = field(default_factory=Sample)
-
-    def needs(self, step: InferenceRunner) -> Needs:
-        most, remote = most_documents(*step.models.values()), not step.output_writer.output_folder.is_local()
-        return estimate(self.sample, answer_bytes(step), step.records_per_chunk, most, self.plan.at_once, remote)
 
 
 def doctor(executor: PipelineExecutor) -> list[Finding]:
@@ -134,7 +120,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
     for config in step.models.values():
         yield from about(f"{place}{config.server_name('server')}", _check_server(look.plan, step, config))
     yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
-    for check in (_check_output, _check_writer, _check_space):
+    for check in (_check_output, _check_writer):
         yield from about(f"{place}output", check(look, runner))
     if remote is not None:
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
@@ -180,9 +166,9 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
-    folder, need, mirrored = step.checkpoints_root, look.needs(step).checkpoints, step.checkpoints_remote_dir
-    moves = not look.plan.is_local
-    yield from answered(folder, check_checkpoints(folder, step.sync_seconds, need, mirrored is not None, moves))
+    folder, mirrored, moves = step.checkpoints_root, step.checkpoints_remote_dir is not None, not look.plan.is_local
+    files = _FILES_PER_RANK * look.plan.at_once
+    yield from answered(folder, check_checkpoints(folder, files, mirrored, moves))
 
 
 def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -193,8 +179,8 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(writer.output_folder)
     else:
         folder = Path(writer.output_folder.resolve_paths("")).absolute()
-        need = look.needs(runner.step).output
-        yield from answered(folder, check_local_output(folder, need, not look.plan.is_local))
+        files = _STAGED_PER_RANK * look.plan.at_once
+        yield from answered(folder, check_local_output(folder, files, not look.plan.is_local))
 
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -218,49 +204,14 @@ def check_rules_of_hub(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     hub = HubFolder.of(step.output_writer.output_folder)
     if hub is None:
         return
-    tasks, records = look.plan.tasks, step.records_per_chunk
     if not hub.is_bucket:
-        yield check_commits(look.plan.at_once, tasks, step.hub_pace)
-    if look.sample.documents:
-        chunks = tasks * math.ceil(look.sample.documents / tasks / records)
-        yield check_files(step.output_writer, chunks, tasks)
+        yield check_commits(look.plan.tasks, step.hub_pace)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
     private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
     look = partial(check_access, hub, private, only_look=True, committed=committed)
     return tried("reachable", lambda: within(REMOTE_SECONDS, look, hub.url))
-
-
-def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
-    """Compares the free space with an estimate of the whole output, less what an earlier run has written.
-
-    The least is the documents of the input without answers, the most has answers of ``max_tokens`` each.
-    """
-    step, writer, sample = runner.step, runner.step.output_writer, look.sample
-    if not writer.output_folder.is_local() or not sample.documents:
-        return
-    limit = getattr(look.plan.pipeline[0], "limit", -1)
-    number = min(sample.documents, limit * look.plan.tasks) if limit > 0 else sample.documents
-    # A step in between, or an adapter of the user, may drop or shorten documents.
-    kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
-    folder = Path(writer.output_folder.resolve_paths("")).absolute()
-    suffix = writer.output_filename.template.endswith(_COMPRESSED)
-    is_compressed = writer.output_mg.compression not in (None, "infer") or suffix
-    answer, smaller = answer_bytes(step), GROWTH if is_compressed else 1
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-    least = max(0, int(number * sample.mean / smaller) - there) if kept else 0
-    most = max(0, int(number * (sample.mean + (answer or 0)) / smaller) - there)
-    free = shutil.disk_usage(existing_part(folder)).free
-    state: State = "problem" if free < least else "warning" if free < most else "ok"
-    more = f"{byte_size(least)} to {byte_size(most)}" if least < most else byte_size(most)
-    text = f"{byte_size(free)} free; the whole output is {more} more: "
-    text += f"{'' if sample.is_all else 'about '}{plural(number, 'document')} of {byte_size(sample.mean)}, "
-    text += _answers(answer)
-    if smaller > 1:
-        text += f", compressed output by 1/{smaller}"
-    advice = "" if state == "ok" else " Free some space, or choose another output_folder."
-    yield Finding(state, "space", f"{text}.{advice}")
 
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
@@ -334,132 +285,21 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
 
 
-# Space ----------------------------------------------------------------------------------------------------------------
-#
-# How much a run needs: at one time for checkpoints and output, and for the whole output in the end.
-
 # run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
 _FILES_PER_RANK = 20
-_BYTES_PER_TOKEN = 4
-_COMPRESSED = (".gz", ".zst", *(one.suffix for one in FORMATS if one.is_compressed))
-
-
-class Needs(NamedTuple):
-    """The space that one runner needs."""
-
-    checkpoints: Need
-    output: Need
-
-
-def answer_bytes(step: InferenceRunner) -> int | None:
-    """The most bytes that the answers to one document may have; None without max_tokens.
-
-    A rollout that sends several requests is counted as if it sent one.
-    """
-    params = (step.config.default_generation_params or {}) | (getattr(step.rollout_fn, "generation_params", None) or {})
-    tokens = params.get("max_tokens") or params.get("max_completion_tokens")
-    return tokens * _BYTES_PER_TOKEN * step.config.rollouts_per_document if isinstance(tokens, int) else None
-
-
-def estimate(
-    sample: Sample,
-    answer: int | None,
-    records_per_chunk: int,
-    max_concurrent_documents: int,
-    ranks: int,
-    stages_remotely: bool,
-) -> Needs:
-    """The space that the checkpoint folder and a local output folder must have at one time.
-
-    At least: one chunk per rank as a journal, without answers; nothing for output, which may be compressed. At most:
-    with answers, both in the journal and in the request cache, for as many unfinished chunks as a rank can have (those
-    waiting to be published, the one being published, the one being filled, and those with documents in progress), and
-    one chunk per rank as uncompressed output.
-    """
-    inodes = _FILES_PER_RANK * ranks
-    if not sample.number:
-        unknown = Need(None, None, inodes, "no document could be read")
-        return Needs(unknown, unknown)
-    records, with_answer = records_per_chunk, sample.mean + (answer or 0)
-    chunks = MAX_PUBLISHING + 2 + math.ceil(max_concurrent_documents / records_per_chunk)
-    if sample.is_all:
-        records, chunks = min(records, sample.number), min(chunks, math.ceil(sample.number / records))
-    staged = int(ranks * records * with_answer)
-    most = int(ranks * records * chunks * (with_answer + (answer or 0))) + (staged if stages_remotely else 0)
-    basis = f"{plural(ranks, 'rank')} at once, chunks of {plural(records, 'document')} of {byte_size(sample.mean)}, "
-    basis += _answers(answer)
-    here = f"{basis}, up to {plural(chunks, 'unfinished chunk')}"
-    here += ", and a chunk each that is staged for its upload" if stages_remotely else ""
-    return Needs(
-        Need(int(ranks * records * sample.mean), most, inodes, here),
-        Need(0, staged, 4 * ranks, f"{basis}, a chunk each; the whole output is more"),
-    )
-
-
-def _answers(most: int | None) -> str:
-    return "answers not counted (max_tokens is not set)" if most is None else f"answers up to {byte_size(most)}"
-
-
-# The rules of the hub -------------------------------------------------------------------------------------------------
-#
-# What they mean for a job: commits per hour, and files per folder. The rules are those of a free account.
-
-FILES_PER_FOLDER = 10_000
-FILES_PER_REPOSITORY = 100_000
+_STAGED_PER_RANK = 4
 _HOURS_OF_COMMITS = 24
 
 
-def check_commits(ranks: int, tasks: int, pace: CommitPace) -> Finding:
-    """Compares the commits of a job with what it may make in an hour.
-
-    Args:
-        ranks: tasks at once.
-        tasks: of the whole job. Each makes one commit at least.
-    """
-    planned = math.ceil(ranks * HOUR / pace.mean_seconds) if pace.seconds > 0 else None
-    number = "without a limit" if planned is None else f"about {planned} per hour"
-    text = f"{number}: {plural(ranks, 'task')} at once, a commit of each at least every {duration(pace.seconds)} "
-    text += f"(hub_commit_seconds). All together keep to {pace.per_hour} (hub_commits_per_hour)"
-    before_end = pace.most(ends=False)
-    state: State = "ok"
-    if before_end < pace.per_hour:
-        text += f", and to {before_end} before they end"
-    if planned is None or planned > before_end:
-        text += f", so a file waits about {duration(ranks * HOUR / before_end)} for its commit"
-    text += "."
+def check_commits(tasks: int, pace: CommitPace) -> Finding:
+    """Compares the commits of a job, one of each task at least, with what the hub allows to a free account."""
+    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
     if pace.per_hour > COMMITS_PER_HOUR:
         text += f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to an hour."
-    if tasks > _HOURS_OF_COMMITS * pace.per_hour:
-        state = "warning"
-        text += (
-            f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
-            f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
-        )
-    return Finding(state, "commits", text)
-
-
-def check_files(writer: DiskWriter, chunks: int, tasks: int) -> Finding:
-    """Compares the number of output files with what the hub recommends. ``chunks``: of all tasks together."""
-    folders = _folders(writer.output_filename, chunks, tasks)
-    in_folder = None if folders is None else math.ceil(chunks / folders)
-    text = f"about {plural(chunks, 'file')}"
-    text += "" if in_folder is None else f", up to {in_folder} in a folder"
-    advice = []
-    if chunks > FILES_PER_REPOSITORY:
-        advice.append(f"more than {FILES_PER_REPOSITORY} files in a repository")
-    if in_folder is not None and in_folder > FILES_PER_FOLDER:
-        advice.append(f"more than {FILES_PER_FOLDER} in a folder")
-    if not advice:
-        return Finding("ok", "files", f"{text}.")
-    text += f". The hub becomes slow with {' and with '.join(advice)}. Raise records_per_chunk"
-    text += "." if chunks > FILES_PER_REPOSITORY else ", or begin output_filename with ${rank}/."
-    return Finding("warning", "files", text)
-
-
-def _folders(template: Template, chunks: int, tasks: int) -> int | None:
-    """The number of folders among which a template spreads the files; None if documents decide it."""
-    folder = Template(posixpath.dirname(template.template))
-    if fields_of_documents(folder):
-        return None
-    names = folder.get_identifiers()
-    return chunks if "chunk_index" in names else tasks if "rank" in names else 1
+    if tasks <= _HOURS_OF_COMMITS * pace.per_hour:
+        return Finding("ok", "commits", text)
+    text += (
+        f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
+        f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
+    )
+    return Finding("warning", "commits", text)

@@ -27,7 +27,7 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import NoDocument, explain, is_on_hub
 from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
-from datatrove_ckpt.readers.positions import Reading, position_of
+from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import (
     FileRecord,
@@ -54,17 +54,11 @@ class Sample:
 
     Attributes:
         number: how many were read.
-        mean: their mean size in bytes, as a journal stores them.
-        is_all: the input has no others.
-        documents: how many the whole input has, about; 0 if unknown.
         refused: why a file that was read gave no document, by the file's index.
         first: the first one, encoded; empty if there is none.
     """
 
     number: int = 0
-    mean: float = 0.0
-    is_all: bool = False
-    documents: int = 0
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
 
@@ -88,7 +82,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     try:
         names, sizes = within(REMOTE_SECONDS, lambda: _list(reader), where)
         check_codecs(where, reader, names)
-        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, names, sizes), where)
+        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
@@ -100,8 +94,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
         files = "" if names else ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
-    which = "all" if sample.is_all else "the first"
-    text = f"{where}: {which} {plural(sample.number, 'document')} read, {byte_size(sample.mean)} on average."
+    text = f"{where}: the first {plural(sample.number, 'document')} read."
     # With a limit, a task reads as many documents of a large file as of a small one.
     known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
     if is_dataset and whole.shares_rows(len(names)):
@@ -140,20 +133,15 @@ def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
         return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
 
 
-def _read_some(reader: BaseDiskReader, names: list[str], sizes: list[int]) -> Sample:
-    found: list[tuple[int, Document]] = []
+def _read_some(reader: BaseDiskReader, files: int) -> Sample:
+    found: list[Document] = []
     refused: dict[int, NoDocument] = {}
-    is_all = _read_files(reader, len(names), found, refused) and bool(found)
-    data = [as_read(document).data for _, document in found]
-    mean = sum(map(len, data)) / max(1, len(data))
-    about = len(data) / _bytes_read(found, names, sizes) * sum(sizes) / len(sizes) * len(names) if found else 0
-    return Sample(len(data), mean, is_all, len(data) if is_all else round(about), refused, data[0] if data else b"")
+    _read_files(reader, files, found, refused)
+    return Sample(len(found), refused, as_read(found[0]).data if found else b"")
 
 
-def _read_files(
-    reader: BaseDiskReader, files: int, found: list[tuple[int, Document]], refused: dict[int, NoDocument]
-) -> bool:
-    """Adds the first documents, each with its file's index, file after file. Returns whether all were read.
+def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]) -> None:
+    """Adds the first documents, file after file.
 
     One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
     that are refused for that are added to ``refused``.
@@ -161,30 +149,18 @@ def _read_files(
     deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
         if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
-            return False
+            return
         one = copy.deepcopy(reader)
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
                     if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
-                        return False
-                    found.append((rank, document))
+                        return
+                    found.append(document)
         except NoDocument as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
-            return False
-    return True
-
-
-def _bytes_read(found: list[tuple[int, Document]], names: list[str], sizes: list[int]) -> float:
-    """About how many bytes of the files, as they are stored, were read for these documents."""
-    index, last = found[-1]
-    position, known = position_of(last), any(sizes[: index + 1])
-    if known and position and (file := position[2].file) and (inside := file.inside(position[3])):
-        return sum(sizes[:index]) + sum(sizes[index : index + 1]) * inside / file.size
-    # Of datatrove's own readers, such as that of CSV, nothing else is known than what a row became.
-    rows = ([one.id, one.text, *(one.metadata | {"file_path": ""}).values()] for _, one in found)
-    return sum(len(str(value).encode("utf-8", "replace")) + 1 for row in rows for value in row) / grown(names[index], 1)
+            return
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:

@@ -8,7 +8,6 @@ The names below are of this module, whatever file they are in: pickles and ident
 """
 
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
-from datatrove_ckpt.rollouts.best_of import BestOfRollout
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import (
@@ -27,7 +26,6 @@ from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
 __all__ = [
-    "BestOfRollout",
     "ChunkedRollout",
     "Classification",
     "ClassifyRollout",

@@ -105,8 +105,7 @@ class ChunkedRollout(ReadyMade):
             answers, as messages. "continue": the part before; the model continues its answer (vLLM and SGLang).
         carried_parts: parts that a conversation goes back.
 
-    ``prompt_column``, ``tokenizer``, ``tokenizer_revision``, ``chars_per_token`` and ``generation_config`` are those of
-    PromptRollout.
+    ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
         ConfigError: a template that cannot be filled in or lacks ``{text}``, a size below 1, or another setting that

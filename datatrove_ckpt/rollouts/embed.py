@@ -31,8 +31,6 @@ class _NoText(WholeText):
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
-        if self.generation_config is not None:
-            raise ConfigError("generation_config: nothing is generated; remove it.")
         self._check_params("params", self.params)
         super().__post_init__()
 
@@ -57,7 +55,7 @@ class EmbedRollout(_NoText):
         params: further payload keys.
         max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.
 
-    ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and ``chars_per_token`` are those of PromptRollout.
+    ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
         ConfigError: a setting that cannot work; at the first document, if the model's vectors are shorter than
@@ -122,8 +120,8 @@ class ClassifyRollout(_NoText):
         threshold: documents with a lower score are dropped.
         params: further payload keys.
 
-    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer``, ``tokenizer_revision`` and
-    ``chars_per_token`` are those of PromptRollout.
+    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of
+    PromptRollout.
 
     Raises:
         ConfigError: a setting that cannot work; at the first document, if the model has other classes.

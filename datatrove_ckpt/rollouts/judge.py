@@ -19,7 +19,7 @@ from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
 
-_OF_THE_ANSWER = ("system_prompt", "generation_params", "generation_config", "json_schema", "regex", "choice")
+_OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")
 # Whatever belongs to the first number, so that no part of "3,5" or "1e-3" is taken for the whole.
 _FIRST = re.compile(r"[-+−]?(?:(?<![\w.])\.)?\d+(?:[.,'_]\d+)*(?:[eE][-+−]?\d+)?")  # noqa: RUF001 (a minus)
@@ -27,68 +27,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)")
 
 
 @dataclass
-class Judged(PromptRollout):
-    """The settings of rollouts that may have a judge."""
-
-    _: KW_ONLY
-    judge_prompt: str | None = None
-    judge_params: Payload | None = None
-    judge: str | None = None
-    score_pattern: str | None = None
-
-    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("judge", "judge_params", "score_pattern"):
-            if getattr(self, name) is not None and self.judge_prompt is None:
-                raise ConfigError(f"{name}: there is no judge; set judge_prompt.")
-        self._check_params("judge_params", self.judge_params)
-        check_pattern("score_pattern", self.score_pattern)
-
-    def _fit(self, config: InferenceConfig) -> None:
-        super()._fit(config)
-        self.judge = (self.judge or "judge") if config.name and self.judge_prompt else None  # there is one model
-        if self.judge not in (None, *config.models):
-            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
-        if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
-            raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
-        defaults = config.default_generation_params if self.judge_prompt and self.judge in (None, config.name) else {}
-        self._refuse_unread(self._unread, "judge_params", {**defaults, **(self.judge_params or {})})
-
-    def _check_shows_answer(self, what: str) -> None:
-        if self.judge_prompt is not None and _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
-            raise ConfigError(f"judge_prompt: has no {{answer}}, so {what}.")
-
-    def _judge(self, generate: Generate) -> Generate:
-        """Whom the judge's requests go to."""
-        asked: Generate = generate if self.judge is None else getattr(generate, self.judge)
-        return asked
-
-    async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
-        assert self.judge_prompt is not None
-        source = prompt_source(document, self.prompt_column)
-        text = source if isinstance(source, str) else document.text
-        template = self.judge_prompt
-
-        def filled(text: str) -> str:
-            return fill(template, document, text, **answer)
-
-        content = filled(await self._cut(template, filled, text, None))
-        params = {"temperature": 0} if self.judge_params is None else self.judge_params
-        return with_media(chat_payload(None, content, params), parts)
-
-    def _score(self, said: str) -> float | None:
-        """The score in what is said after a <think> block, which only a pattern for it reads."""
-        if "think>" not in (self.score_pattern or ""):
-            said = said.rpartition("</think>")[2].partition("<think>")[0]
-        found = _FIRST.search(said if self.score_pattern is None else last_match(self.score_pattern, said))
-        number = found[0].replace("−", "-") if found else ""  # noqa: RUF001
-        return float(number) if _NUMBER.fullmatch(number) else None
-
-
-@dataclass
-class JudgeRollout(Judged):
+class JudgeRollout(PromptRollout):
     """A judge scores each document, or an answer that another model gives about it.
 
     The result has ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the judge's answer, and its ``score``.
@@ -115,10 +54,15 @@ class JudgeRollout(Judged):
 
     prompt: str | None = None  # type: ignore[assignment]
     _: KW_ONLY
+    judge_prompt: str | None = None
+    judge_params: Payload | None = None
     judge: str | None = "judge"
+    score_pattern: str | None = None
     lowest: float | None = None
     highest: float | None = None
     threshold: float | None = None
+
+    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
 
     def __post_init__(self) -> None:
         if self.judge_prompt is None:
@@ -129,12 +73,17 @@ class JudgeRollout(Judged):
                     raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
             if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
                 raise ConfigError("judge_prompt: {answer} is the answer to prompt; set prompt (or {metadata[answer]}).")
-        else:
-            self._check_shows_answer("the judge would not see the answer")
+        elif _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
+            raise ConfigError("judge_prompt: has no {answer}, so the judge would not see the answer.")
         for name, value in (("lowest", self.lowest), ("threshold", self.threshold)):
             if value is not None and self.highest is not None and value > self.highest:
                 raise ConfigError(f"{name}: is {value!r}, more than highest, which is {self.highest!r}.")
         super().__post_init__()
+        self._check_params("judge_params", self.judge_params)
+        try:
+            re.compile(self.score_pattern or "")
+        except re.error as error:
+            raise ConfigError(f"score_pattern: {self.score_pattern!r} is not a regular expression: {error}.") from None
 
     @property
     def first_template(self) -> str:
@@ -144,23 +93,51 @@ class JudgeRollout(Judged):
         super()._fit(config)
         if config.engine.is_canned:
             self.form_for = CANNED
+        self.judge = (self.judge or "judge") if config.name else None  # there is one model
+        if self.judge not in (None, *config.models):
+            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
+        if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
+            raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
+        defaults = config.default_generation_params if self.judge in (None, config.name) else {}
+        self._refuse_unread(self._unread, "judge_params", {**defaults, **(self.judge_params or {})})
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         async with self.media_parts(document) as parts:
             return await self._scored(document, generate, parts)
 
+    async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
+        assert self.judge_prompt is not None
+        source = prompt_source(document, self.prompt_column)
+        text = source if isinstance(source, str) else document.text
+        template = self.judge_prompt
+
+        def filled(text: str) -> str:
+            return fill(template, document, text, **answer)
+
+        content = filled(await self._cut(template, filled, text, None))
+        params = {"temperature": 0} if self.judge_params is None else self.judge_params
+        return with_media(chat_payload(None, content, params), parts)
+
+    def _score(self, said: str) -> float | None:
+        """The score in what is said after a <think> block, which only a pattern for it reads."""
+        if "think>" not in (self.score_pattern or ""):
+            said = said.rpartition("</think>")[2].partition("<think>")[0]
+        found = _FIRST.search(said if self.score_pattern is None else _last_match(self.score_pattern, said))
+        number = found[0].replace("−", "-") if found else ""  # noqa: RUF001
+        return float(number) if _NUMBER.fullmatch(number) else None
+
     async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
-        judge = self._judge(generate)
+        judge: Generate = generate if self.judge is None else getattr(generate, self.judge)
         answer: InferenceResult | None = None
         if self.prompt is not None:
-            (answer,) = await self._ask(generate, [await self._payload(document, parts)])
+            answer = await self._ask(generate, await self._payload(document, parts))
             if answer is None:
                 return None
         payload = await self._to_judge(document, parts, **({} if answer is None else {"answer": str(answer.text)}))
         if self.form_for == CANNED:
             judged = await judge(payload)
         else:
-            (found,) = await self._ask_until(self._read_score, "judge_prompt", True, judge, [payload])
+            found = await self._ask_until(self._read_score, "judge_prompt", True, judge, payload)
             if found is None:
                 return None
             judged = found
@@ -190,15 +167,7 @@ class JudgeRollout(Judged):
         return said, ""
 
 
-def check_pattern(setting: str, pattern: str | None) -> None:
-    """Raises ConfigError if it is not a regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ConfigError(f"{setting}: {pattern!r} is not a regular expression: {error}.") from None
-
-
-def last_match(pattern: str, text: str) -> str:
+def _last_match(pattern: str, text: str) -> str:
     """What the pattern matches last in the text: its first group, if it has one; "" if it matches nothing."""
     found = list(re.finditer(pattern, text))
     return (found[-1][1 if found[-1].re.groups else 0] or "") if found else ""

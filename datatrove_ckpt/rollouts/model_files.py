@@ -1,4 +1,7 @@
-"""Small files of a model, such as its tokenizer: from a folder, or from the Hugging Face hub."""
+"""Counts a text's tokens with the model's own tokenizer, from a folder or from the Hugging Face hub.
+
+The package ``tokenizers`` is an extra.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +10,47 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-import orjson
 import xxhash
 
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 
+_TOKENIZER = "tokenizer.json"
+_ADVICE = "Or set chars_per_token, and no tokenizer is needed"
+_loading = Lock()
 _LOCAL = ("/", ".", "~", "$")
 
 
-def find_file(setting: str, model: str, name: str, revision: str | None) -> Path:
-    """The file of this name: in a folder, the file itself, or downloaded into the hub's cache.
+def _find_file(model: str, revision: str | None) -> Path:
+    """The model's ``tokenizer.json``: in a folder, the file itself, or downloaded into the hub's cache.
 
     Args:
-        setting: names the setting in errors.
         model: a folder, a file, or a repository of the hub.
         revision: branch, tag or commit of the repository; None: the default branch.
 
     Raises:
         ConfigError: there is no such file, or it cannot be downloaded.
     """
-    path = expand_path(setting, model) if model.startswith(_LOCAL) else Path(model)
-    if path.is_file() and path.suffix == Path(name).suffix:
+    path = expand_path("tokenizer", model) if model.startswith(_LOCAL) else Path(model)
+    if path.is_file() and path.suffix == Path(_TOKENIZER).suffix:
         return path
     if path.is_dir() or model.startswith(_LOCAL):
-        if not (path / name).is_file():
-            raise ConfigError(f"{setting}: {path / name} is no file on this machine. Correct the path.")
-        return path / name
+        if not (path / _TOKENIZER).is_file():
+            raise ConfigError(f"tokenizer: {path / _TOKENIZER} is no file on this machine. Correct the path.")
+        return path / _TOKENIZER
     try:
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(model, name, revision=revision))
+        return Path(hf_hub_download(model, _TOKENIZER, revision=revision))
     except ImportError:
-        raise ConfigError(f"{setting}: {missing_package('huggingface_hub')}") from None
+        raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
     except Exception as error:  # the client's errors, those of the network, and those of the disk
         where = f"{model!r}" if revision is None else f"{model!r} at {revision!r}"
         raise ConfigError(
-            f"{setting}: {name} of {where} is in no folder of that name, and the hub does not give it "
+            f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does not give it "
             f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a folder that has it."
         ) from error
-
-
-# The sampling parameters that a model's authors recommend: its ``generation_config.json``.
-
-
-_FILE = "generation_config.json"
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Those that vLLM and SGLang take, under the same names."""
-
-
-def load_defaults(model: str, revision: str | None) -> dict[str, Any]:
-    """Payload keys from the file; none where the file says nothing of them.
-
-    Raises:
-        ConfigError: there is no such file, or it is no JSON object.
-    """
-    path = find_file("generation_config", model, _FILE, revision)
-    try:
-        content = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"generation_config: {path} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"generation_config: {path} is no JSON object.")
-    return {name: content[name] for name in _NAMES if content.get(name) is not None}
-
-
-# Counts a text's tokens with the model's own tokenizer (package ``tokenizers``, an extra).
-
-
-_TOKENIZER = "tokenizer.json"
-_ADVICE = "Or set chars_per_token, and no tokenizer is needed"
-_loading = Lock()
 
 
 class TokenCounter(NamedTuple):
@@ -104,7 +76,7 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
     """The tokenizer of a model. Each process reads it once.
 
     Args:
-        name: see ``find_file``.
+        name: see ``_find_file``.
         expected: the digest that it had when the run was made.
 
     Raises:
@@ -127,7 +99,7 @@ def _load(name: str, revision: str | None) -> TokenCounter:
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('tokenizers')} {_ADVICE}.") from None
     try:
-        data = find_file("tokenizer", name, _TOKENIZER, revision).read_bytes()
+        data = _find_file(name, revision).read_bytes()
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None

@@ -51,11 +51,8 @@ class PromptRollout(OneRequest):
         max_chars: longest user message, in characters. The text is cut, after a line if there is one.
         prompt_column: metadata key whose value takes the text's place. A list of messages is sent as it is, after
             ``system_prompt`` unless it has one of its own.
-        generation_config: "auto": the sampling parameters that the model's ``generation_config.json`` recommends, below
-            all others. Or another model.
         chars_per_token: characters of a token: an estimate instead of a tokenizer.
         tokenizer: name or path of a model with a ``tokenizer.json``. None: the model's own.
-        tokenizer_revision: its branch, tag or commit on the hub.
         max_prompt_tokens: longest system and user message together, in tokens; the text is cut, a list of messages is
             not. "auto": what ``model_max_context`` leaves beside ``max_tokens`` and 64 for the chat template.
         json_schema: the answer is JSON of this schema.
@@ -108,9 +105,9 @@ class PromptRollout(OneRequest):
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         if self.images is None:
-            return (await self._ask(generate, [await self._payload(document)]))[0]
+            return await self._ask(generate, await self._payload(document))
         async with self.media_parts(document) as parts:
-            return (await self._ask(generate, [await self._payload(document, parts)]))[0]
+            return await self._ask(generate, await self._payload(document, parts))
 
     def prepare(self) -> None:
         super().prepare()
@@ -172,7 +169,7 @@ class CompletionRollout(OneRequest):
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         content = await filled_text(self, self.prompt, document)
-        return (await self._ask(generate, [{"prompt": content} | self._params()]))[0]
+        return await self._ask(generate, {"prompt": content} | self._params())
 
 
 def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:

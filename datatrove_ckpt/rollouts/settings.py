@@ -15,8 +15,8 @@ from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generati
 from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, Schema, engine_of
-from datatrove_ckpt.rollouts.interface import Generate, Payload, generate_all
-from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter, load_defaults
+from datatrove_ckpt.rollouts.interface import Generate, Payload
+from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 
 _CHAT_TEMPLATE_TOKENS = 64
 _SPECIAL_TOKENS = 8  # that a tokenizer puts around a text, such as [CLS]
@@ -32,13 +32,10 @@ class ReadyMade:
     """
 
     prompt_column: str | None = None
-    generation_config: str | None = None
     chars_per_token: float | None = None
     tokenizer: str | None = None
-    tokenizer_revision: str | None = None
     # found by for_config
     tokenizer_hash: str | None = field(default=None, init=False)
-    generation_defaults: Payload | None = field(default=None, init=False)
     counted_by: list[str | None] | None = field(default=None, init=False)
 
     uses_chat: ClassVar[bool | None] = True
@@ -53,7 +50,7 @@ class ReadyMade:
             raise ConfigError(f"chars_per_token: must be > 0; it is {self.chars_per_token!r}.")
         if self.tokenizer is not None and self.chars_per_token is not None:
             raise ConfigError("tokenizer: is set together with chars_per_token; set only one of them.")
-        if (self.tokenizer or self.chars_per_token or self.tokenizer_revision) and not self._counts_tokens():
+        if (self.tokenizer or self.chars_per_token) and not self._counts_tokens():
             raise ConfigError(f"tokenizer: nothing is measured in tokens; set {self._token_setting}.")
         self._leave_out_defaults()
 
@@ -103,20 +100,12 @@ class ReadyMade:
     def _fit(self, config: InferenceConfig) -> None:
         flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
         model, revision = config.model_name_or_path, flags.get("revision")
-        if self.generation_config is not None:
-            place = (model, revision) if self.generation_config == "auto" else (self.generation_config, None)
-            found = load_defaults(*place)
-            check_generation_params("generation_config", found)
-            # The request's own keys would override those of the config.
-            self.generation_defaults = {
-                name: value for name, value in found.items() if name not in config.default_generation_params
-            }
         if self._counts_tokens() and self.chars_per_token is None:
             own = (flags.get("tokenizer"), flags.get("tokenizer-revision")) if "tokenizer" in flags else None
             name, version = own or (model, flags.get("tokenizer-revision", revision))
             if self.tokenizer is not None:
-                name, version = self.tokenizer, self.tokenizer_revision
-            self.counted_by = [name, self.tokenizer_revision or version]
+                name, version = self.tokenizer, None
+            self.counted_by = [name, version]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
         self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
 
@@ -134,12 +123,12 @@ class ReadyMade:
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError("tokenizer: is not known outside of an InferenceRunner; call for_config(config).")
-            return load_counter(self.tokenizer, self.tokenizer_revision)
+            return load_counter(self.tokenizer, None)
         name, revision = self.counted_by
         return load_counter(str(name), revision, self.tokenizer_hash)
 
     def _params(self) -> Payload:
-        return {**(self.generation_defaults or {}), **(self._own_params() or {})}
+        return {**(self._own_params() or {})}
 
 
 @dataclass(kw_only=True)
@@ -240,27 +229,22 @@ class OneRequest(WholeText):
             return super()._params()
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 
-    async def _ask(self, generate: Generate, payloads: list[Payload]) -> list[InferenceResult | None]:
-        """A valid answer to each payload, or None if there is none and invalid answers are dropped.
-
-        All first attempts are made at once, then all second ones: so equal payloads get the same answers when the
-        document is processed again, in whatever order they arrive.
+    async def _ask(self, generate: Generate, payload: Payload) -> InferenceResult | None:
+        """A valid answer, or None if there is none and invalid answers are dropped.
 
         Raises:
             InvalidAnswer: there is none.
         """
         if self._is_free or self.form_for == CANNED:
-            if len(payloads) == 1:
-                return [await generate(payloads[0])]
-            return [*await generate_all(generate, payloads)]
-        return await self._ask_until(self._read, str(self.form.kind), self.show_error, generate, payloads)
+            return await generate(payload)
+        return await self._ask_until(self._read, str(self.form.kind), self.show_error, generate, payload)
 
     def _read(self, answer: InferenceResult) -> tuple[str, str]:
         return self.form.read(str(answer.text))
 
     async def _ask_until(
-        self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payloads: list[Payload]
-    ) -> list[InferenceResult | None]:
+        self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payload: Payload
+    ) -> InferenceResult | None:
         """``_ask`` for any form.
 
         Args:
@@ -268,29 +252,19 @@ class OneRequest(WholeText):
             form: the setting that says the form, for the error.
             shows: a further attempt shows the model its answer.
         """
-        valid: list[InferenceResult | None] = [None] * len(payloads)
-        waiting = dict(enumerate(payloads))
-        problems: dict[int, str] = {}
+        last = ""
         for _ in range(self.answer_attempts):
-            results = await generate_all(generate, list(waiting.values()))
-            for index, result in zip(list(waiting), results, strict=True):
-                text, problem = read(result)
-                if problem:
-                    problems[index] = f"{problem} (finish_reason {result.finish_reason})"
-                    if shows and result.finish_reason != "length":
-                        waiting[index] = _with_error(waiting[index], str(result.text), problem)
-                else:
-                    result.text = text
-                    valid[index] = result
-                    del waiting[index]
-            if not waiting:
-                break
-        if waiting and self.invalid_answer == "fail":
-            index = min(waiting)
-            raise InvalidAnswer(
-                f"{form}: none of {self.answer_attempts} answers is valid. The last one: {problems[index]}."
-            )
-        return valid
+            result = await generate(payload)
+            text, problem = read(result)
+            if not problem:
+                result.text = text
+                return result
+            last = f"{problem} (finish_reason {result.finish_reason})"
+            if shows and result.finish_reason != "length":
+                payload = _with_error(payload, str(result.text), problem)
+        if self.invalid_answer == "fail":
+            raise InvalidAnswer(f"{form}: none of {self.answer_attempts} answers is valid. The last one: {last}.")
+        return None
 
 
 def _with_error(payload: Payload, answer: str, problem: str) -> Payload:

@@ -18,7 +18,7 @@ import xxhash
 from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.checkpoint.history_records import parse_history
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
-from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, CrashingDisk, PowerLossDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, CrashingDisk, copy_tree, disk_in_place
 
 Attempt: TypeAlias = Callable[[Path], None]
 """One attempt of a job. It keeps everything below the folder that it is given."""
@@ -69,7 +69,7 @@ def assert_same_output_after_crash(
     output: str = "output",
     recoveries: int = 1,
     torn: bool = False,
-    power_loss: bool = False,
+    disk_type: type[CrashingDisk] = CrashingDisk,
     after_crash: Attempt = lambda folder: None,
     counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
@@ -81,7 +81,7 @@ def assert_same_output_after_crash(
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none (0).
         torn: a crash at a write leaves half of it.
-        power_loss: data that was not synced may be lost (see ``PowerLossDisk``); otherwise the process is killed.
+        disk_type: the disk that crashes. By default the process is killed, and what it has written stays.
         after_crash: called with each different folder that a crash leaves behind, for further assertions.
         counted: names of the effects to crash at.
 
@@ -94,7 +94,6 @@ def assert_same_output_after_crash(
     run(folder)
     report.attempts += 1
     expected = outputs(folder / output)
-    disk_type = PowerLossDisk if power_loss else CrashingDisk
 
     def resume(crashes: list[str], depth: int) -> None:
         """Goes on from what is in the folder: with a crash at every effect, or at depth 0 undisturbed."""

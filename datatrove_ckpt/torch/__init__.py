@@ -13,7 +13,6 @@
     stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
-    spikes.py       LossSpikes
     steps.py        the folders of saved steps
     snapshot.py     what a save copies while the training waits
     ranks.py        what ranks tell each other
@@ -30,10 +29,8 @@ from datatrove_ckpt.torch.packing import Pack
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
     from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
-    from datatrove_ckpt.torch.spikes import LossSpikes
 
 __all__ = [
-    "LossSpikes",
     "Mix",
     "Pack",
     "ReaderDataset",
@@ -49,7 +46,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from datatrove_ckpt.torch import checkpoints, dataset, spikes
+    from datatrove_ckpt.torch import checkpoints, dataset
 
-    module = next(one for one in (dataset, checkpoints, spikes) if name in vars(one))
+    module = next(one for one in (dataset, checkpoints) if name in vars(one))
     return getattr(module, name)

@@ -25,11 +25,12 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.disks import EFFECTS, PowerLossDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, copy_tree, disk_in_place
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
 from tests.jobs import documents, runner, the_first_last, writer
 from tests.mirrors import known_ordinals
+from tests.power_loss import PowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")
 
@@ -198,7 +199,7 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, num
         attempt = out_of_order(server, number)
         if number > 1:
             assert_out_of_order(attempt, folder)
-        report = assert_same_output_after_crash(attempt, folder, power_loss=True, recoveries=recoveries)
+        report = assert_same_output_after_crash(attempt, folder, disk_type=PowerLossDisk, recoveries=recoveries)
     print(report)
 
 
@@ -233,9 +234,9 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 @pytest.mark.timeout(600)
 @pytest.mark.matrix
-@pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])
+@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk], ids=["killed", "power loss"])
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, power_loss: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, disk_type: type[CrashingDisk]
 ) -> None:
     """No line that was synced is lost but those that are left out on purpose, and no torn line stays."""
     monkeypatch.setattr(history_log, "MAX_BYTES", 800)
@@ -260,7 +261,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
             attempt,
             folder,
             torn=True,
-            power_loss=power_loss,
+            disk_type=disk_type,
             recoveries=False,
             after_crash=after_crash,
             counted=("write", "rename", "truncate"),
@@ -273,7 +274,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
 # -------------------------------------------------------------------------------------------------------------------
 
 
-def prove(folder: Path, power_loss: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
+def prove(folder: Path, disk_type: type[CrashingDisk] = CrashingDisk, counted: tuple[str, ...] = EFFECTS) -> None:
     """A proof like those above. Where it must fail, crashes at some effects may be enough: then it fails sooner."""
     folder.mkdir(exist_ok=True)
     with FakeServer(delay=slow_start) as server:
@@ -281,7 +282,7 @@ def prove(folder: Path, power_loss: bool = False, counted: tuple[str, ...] = EFF
         def attempt(folder: Path) -> None:
             runner(folder, server).run(documents(3))
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, power_loss=power_loss, counted=counted)
+        assert_same_output_after_crash(attempt, folder, recoveries=False, disk_type=disk_type, counted=counted)
 
 
 @pytest.mark.slow
@@ -345,7 +346,7 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
     with monkeypatch.context() as patched:
         patched.setattr(OutputCheck, "refuse_lost", lambda self, commits, found: None)
         with pytest.raises((AssertionError, OutputMismatch)):
-            prove(folder, power_loss=True, counted=("remove", "commit"))
+            prove(folder, disk_type=PowerLossDisk, counted=("remove", "commit"))
     with pytest.raises(OutputMismatch, match=r"is (truncated|missing)"):  # the next attempt looks, too
         prove(folder.with_name("again"), power_loss=True, counted=("remove", "commit"))
 

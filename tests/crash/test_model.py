@@ -42,9 +42,10 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed,
 from datatrove_ckpt.generation.dead_letters import read_letters
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place, outputs
 from tests.disk_errors import FailingDisk
 from tests.jobs import runner
+from tests.power_loss import PowerLossDisk
 
 # The job ------------------------------------------------------------------------------------------------------------
 

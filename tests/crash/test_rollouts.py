@@ -10,7 +10,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.integration.test_typed_ways import PATHS
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
     "rollout",
     [
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
-        BestOfRollout(candidates=2, regex="answer [0-9a-f]*[02468ace]", judge_prompt="Rate {answer}", engine="none"),
+        JudgeRollout("Q {text}", regex="answer [0-9a-f]*[02468ace]", judge_prompt="Rate {answer}", engine="none"),
         JudgeRollout("Q {text}", judge_prompt="Rate {answer}", lowest=0),
         EmbedRollout(column="vector"),
         ClassifyRollout(labels=["bad", "good"]),

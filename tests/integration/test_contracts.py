@@ -37,7 +37,6 @@ from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, import_name, parameters_
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
@@ -221,7 +220,6 @@ def test_those_by_default_are_there() -> None:
 def test_what_three_doors_say(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_repeats", lambda at_most: iter(range(1)))
     state, change, overrides = SITUATIONS[name]
     job, server = jobs
     restore(job, state)
@@ -308,7 +306,6 @@ JSON = {
     "status": (STOPPED, "status checkpoints --json"),
     "verify": (STOPPED, "verify job.yaml --json"),
     "doctor": (NEW, "doctor job.yaml --json"),
-    "plan": (NEW, "plan --save-cost 140s --mtbf 6h --json"),
 }
 BY_NAME = ("states", "errors", "dead_letters", "journals")
 """Keys whose own keys are data."""
@@ -319,7 +316,6 @@ BY_NAME = ("states", "errors", "dead_letters", "journals")
 def test_keys_of_json(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_repeats", lambda at_most: iter(range(1)))
     state, words = JSON[name]
     restore(jobs[0], state)
     monkeypatch.chdir(jobs[0])
@@ -344,7 +340,7 @@ CODES = {
         "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
         "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
         "report job.yaml -o -; reshard job.yaml --tasks 3; "
-        "plan job.yaml; plan job.yaml --mtbf 6; doctor missing.yaml; "
+        "doctor missing.yaml; "
         "--version; --help"
     ),
     DONE: (

@@ -18,12 +18,13 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, PowerLossDisk, disk_in_place, outputs
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.commands import Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
+from tests.power_loss import PowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 

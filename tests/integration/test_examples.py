@@ -46,7 +46,6 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder; it has documents, and small files of a model."""
     write_documents(here)
     write_tokenizer(here / "my-model")
-    (here / "my-model/generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.setattr(sys, "path", list(sys.path))
     return here
 
@@ -322,8 +321,6 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("doctor", "0"): (_nothing, "doctor job.yaml"),
     ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),
     ("doctor", "2"): (_nothing, "doctor job.yaml --executor.taks=4"),
-    ("plan", "0"): (_nothing, "plan --save-cost 140s --mtbf 6h"),
-    ("plan", "2"): (_nothing, "plan job.yaml"),
     ("status", "0"): (_nothing, "status checkpoints"),
     ("status", "1"): (_damaged, "status checkpoints"),
     ("status", "2"): (_nothing, "status empty"),

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.hub import FakeHub
@@ -34,7 +33,6 @@ def parquet(first: int, count: int) -> bytes:
 @pytest.fixture
 def job(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Said:
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
-    monkeypatch.setattr(checks, "_repeats", lambda at_most: iter(range(3)))
     hub.put("org/data", {f"data/train-{n}.parquet": parquet(100 * n, 8) for n in range(3)})
 
     def run(

@@ -237,8 +237,7 @@ def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
     said = doctor_lines(job("doctor", "--all").out)
     assert said["output, reachable"] == "ok: hf://datasets/org/data/part exists, and the token may write to it."
-    assert said["output, commits"].startswith("ok: about 16 per hour: 1 task at once")
-    assert said["output, files"] == "ok: about 2 files, up to 2 in a folder."
+    assert said["output, commits"] == "ok: all tasks together keep to 112 per hour (hub_commits_per_hour)."
     assert len(hub.repo("org/data").commits) == 1
     assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
 

@@ -32,7 +32,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
-from datatrove_ckpt.rollouts import BestOfRollout, InvalidMedia, PromptRollout, media_part
+from datatrove_ckpt.rollouts import InvalidMedia, JudgeRollout, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.media import measured
@@ -140,17 +140,16 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
     (tmp_path / "all.bin").write_bytes(b"12345" + picture() + b"67")
     at = media(None, path="all.bin", offset=5, length=len(picture()))
     document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
-    rollout = BestOfRollout(images="media", media_folder=str(tmp_path), media_urls=["example.com"], candidates=2)
+    rollout = PromptRollout(images="media", media_folder=str(tmp_path), media_urls=["example.com"])
     runner(tmp_path, server, rollout).run([document])
-    for number in (0, 1):
-        assert parts(server, number)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-        assert parts(server, number)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
+    assert parts(server, 0)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
 
 
 def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> None:
-    rollout = BestOfRollout(images="media", candidates=2, judge_prompt="Rate {answer}.")
+    rollout = JudgeRollout("{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]")
     runner(tmp_path, server, rollout).run(pages(1))
-    assert [sent(server, number) for number in range(4)] == [[picture()]] * 4
+    assert [sent(server, number) for number in range(2)] == [[picture()]] * 2
 
 
 def test_media_join_the_last_user_message_of_a_conversation(server: FakeServer, tmp_path: Path) -> None:

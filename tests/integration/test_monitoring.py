@@ -56,9 +56,7 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
 
     file = tmp_path / "node/books.prom"
     file.parent.mkdir()
-    settings = MonitoringConfig(
-        run_name="books", metrics_port=PORT, metrics_host=host, metrics_file=str(file), metrics_file_seconds=0.05
-    )  # fmt: skip
+    settings = MonitoringConfig(run_name="books", metrics_port=PORT, metrics_host=host, metrics_file=str(file))
     job = runner(
         tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
         monitoring=settings,

@@ -17,7 +17,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import answering_flags
-from datatrove_ckpt.rollouts import BestOfRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.integration.test_examples import write_documents
@@ -33,7 +33,6 @@ ROLLOUTS = [
     (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
     (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
-    (BestOfRollout(candidates=2, judge_prompt="Rate {answer}"), 4),
 ]
 
 

@@ -17,7 +17,6 @@ from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command, Printed
 from tests.jobs import documents, fails_at, rejects, runner
-from tests.unit.test_report_page import HOSTILE, Reader
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
@@ -153,37 +152,13 @@ def test_what_is_shown_can_be_a_mirror_or_a_yaml_file(here: Path, server: FakeSe
     assert command("show", "mirror").out == command("show", "job.yaml").out == by_folder
 
 
-def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: Show, command: Command) -> None:
+def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: Show) -> None:
     runner(tmp_path, server).run(documents(1))
     (tmp_path / "output").rename(tmp_path / "moved")
     said = show(code=1).error
     assert said.startswith(f"error: {tmp_path}/output/00000_chunk_00000.jsonl cannot be read: ")
     assert said.endswith("See --output.")
     assert ids(show("--output", tmp_path / "moved")) == ["id 0"]
-    command("report", tmp_path / "checkpoints", "-o", tmp_path / "page.html")
-    assert "cannot be shown: " in Reader((tmp_path / "page.html").read_text()).text
-
-
-# report ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_has_the_first_documents_escaped(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "sk-abcdefgh12345678abcdefgh")
-    with FakeServer(lambda payload, times: f"{HOSTILE} sk-abcdefgh12345678abcdefgh") as server:
-        runner(tmp_path, server).run([Document(HOSTILE, f"id {number}") for number in range(12)])
-    command("report", tmp_path / "checkpoints", "-o", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    read = Reader(page)
-    assert not read.all("script")
-    assert not read.all("img")
-    assert "abcdefgh" not in page
-    assert "\u202e" not in page
-    table = page.partition("<h2>Documents and answers</h2>")[2].partition("</table>")[0]
-    assert table.count("<tr>") == 11
-    assert "<bdi>id 9</bdi>" in table
-    assert table.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 20
 
 
 # run --sample ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.jobs import documents, runner
 from tests.mirrors import Killed
-from tests.ptys import Terminal, on_terminal
 from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -278,66 +275,6 @@ def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, server
     for name in ("documents", "committed", "states", "attempts"):
         assert copy["totals"][name] == local["totals"][name]
     assert copy["is_finished"]
-
-
-# watch ---------------------------------------------------------------------------------------------------------------
-
-
-AHEAD = 3600.0
-"""The lines are so many seconds younger than now: no rank is silent, however long the command takes to start."""
-
-
-@contextmanager
-def watched(folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
-    """``status --watch`` in a terminal of 110 columns and 24 lines."""
-    words = ("status", "checkpoints", "--watch")
-    with Terminal(110, 24) as terminal, on_terminal(terminal, folder, *words) as process:
-        yield terminal, process
-
-
-def write_minutes(folder: Path, now: float, number: int) -> None:
-    lines = [start(now - number * MIN), *minutes(now - number * MIN, number, 60, 6000)]
-    temporary = folder / "history.new"
-    temporary.write_bytes(b"".join(line.to_line() for line in lines))
-    temporary.replace(folder / layout.HISTORY)
-
-
-def test_watch_shows_the_run_in_place_and_leaves_its_last_numbers(tmp_path: Path) -> None:
-    now = time.time() + AHEAD
-    folders = [write_rank(tmp_path / "checkpoints", number, [start(now), minute(now, 0)]) for number in range(8)]
-    with watched(tmp_path) as (terminal, process):
-        terminal.until(lambda lines: "8 running" in "".join(lines))
-        for folder in folders:
-            write_minutes(folder, now, 10)
-        lines = terminal.until(lambda lines: "8 documents/s now" in "".join(lines))
-        assert sum(line.startswith("checkpoints: 8 ranks") for line in lines) == 1, "each frame is drawn over the last"
-        assert sum(line.strip().startswith(tuple("01234567")) for line in lines) == 8
-        assert "Ctrl-C ends the watch" in lines[-1]
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
-        lines = terminal.read()
-        assert "8 running" in "".join(lines), "the last numbers stay"
-        assert "Traceback" not in "".join(lines)
-
-
-@pytest.mark.slow
-def test_watch_ends_with_the_run(tmp_path: Path) -> None:
-    now = time.time() + AHEAD
-    folder = write_rank(tmp_path / "checkpoints", 0, [start(now), minute(now, 0)], chunks=1)
-    with watched(tmp_path) as (terminal, process):
-        terminal.until(lambda lines: "1 running" in "".join(lines))
-        (folder / layout.LOCK).unlink()
-        assert process.wait() == 0
-        assert "1 rank (1 finished)" in "".join(terminal.read())
-
-
-def test_watch_without_a_terminal_prints_lines(tmp_path: Path, said: Said) -> None:
-    write_rank(tmp_path, 0, chunks=2, finished=True)
-    text = said(tmp_path, "--watch")
-    (line,) = text.splitlines()
-    assert "20 documents, 1 finished, 0 in trouble, last change " in line
-    (line,) = said(tmp_path, "--watch", "--json").splitlines()
-    validate(json.loads(line))
 
 
 # what ``status --json`` says after kill -9 at random moments is what was counted from outside ------------------------

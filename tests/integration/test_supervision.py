@@ -390,8 +390,9 @@ async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -
 
 
 @pytest.mark.slow
-async def test_restarts_of_long_ago_do_not_count() -> None:
-    async with running(config(server_max_restarts=1, server_restart_window_sec=0.001)) as run:
+async def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_RESTART_WINDOW_SECONDS", 0.001)
+    async with running(config(server_max_restarts=1)) as run:
         for number in range(3):
             os.kill(engines()[-1], signal.SIGKILL)
             await until_async(lambda count=number + 2: len(engines()) == count)

@@ -28,7 +28,6 @@ from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     CrashingDisk,
     FakeServer,
-    PowerLossDisk,
     assert_same_output_after_crash,
     disk_in_place,
     outputs,
@@ -38,6 +37,7 @@ from tests.commands import Printed
 from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
 from tests.patience import until_async
+from tests.power_loss import PowerLossDisk
 
 Said = Callable[..., Printed]
 
@@ -568,16 +568,16 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("power_loss", [False, True], ids=["killed", "power loss"])
+@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk], ids=["killed", "power loss"])
 def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
-    damaged: Path, server: FakeServer, said: Said, power_loss: bool
+    damaged: Path, server: FakeServer, said: Said, disk_type: type[CrashingDisk]
 ) -> None:
     def life(folder: Path) -> None:
         said("repair", folder)
         runner(folder, server, skip_bad_requests=True).run(documents(7))
 
-    torn = not power_loss
-    print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, power_loss=power_loss))
+    torn = disk_type is CrashingDisk
+    print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, disk_type=disk_type))
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 

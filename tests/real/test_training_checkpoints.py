@@ -28,7 +28,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
-from datatrove_ckpt.torch import LossSpikes, ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
 from tests.patience import until
 from tests.real import train as script
 
@@ -711,14 +711,6 @@ def test_a_rollback_to_a_step_or_to_the_best(documents: str, tmp_path: Path) -> 
         assert saved.rollback("best", loader=training.loader, **training.states) == best
         assert saved.rollback(4, loader=training.loader, **training.states) == 4
     assert checkpoints(tmp_path / "run").restore_latest() == 4
-
-
-def test_spikes() -> None:
-    spikes = LossSpikes(window=20)
-    assert not any(spikes.add(2.0 + 0.01 * (n % 5)) for n in range(50))
-    assert "far above" in spikes.add(3.0)
-    assert spikes.add(2.0) == ""
-    assert spikes.add(float("nan")) == "the loss is nan"
 
 
 # several ranks ---------------------------------------------------------------------------------------------------

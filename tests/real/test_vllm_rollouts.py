@@ -18,7 +18,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, PromptRollout
+from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout
 from tests.real import environment
 from tests.real.test_vllm import vllm_server
 
@@ -99,16 +99,3 @@ def test_an_answer_is_continued_and_a_conversation_carried(tmp_path: Path, url: 
         for result in results(tmp_path / carry, url, rollout, text):
             assert result["text"].strip()
             assert 3 <= result["usage"]["completion_tokens"] <= 36
-
-
-def test_candidates_differ_and_are_kept(tmp_path: Path, url: str) -> None:
-    rollout = BestOfRollout(
-        "Summarise: {text}",
-        candidates=3,
-        judge_prompt="Rate this summary from 0 to 9: {answer}",
-        judge_params={"max_tokens": 3, "structured_outputs": {"regex": "[0-9]"}},
-    )
-    found = results(tmp_path, url, rollout)
-    assert all(len(one["candidates"]) == 3 for one in found)
-    assert all(0 <= candidate["score"] <= 9 for one in found for candidate in one["candidates"])
-    assert any(len({candidate["text"] for candidate in one["candidates"]}) > 1 for one in found)

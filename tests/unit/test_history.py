@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
@@ -17,16 +14,14 @@ from datatrove_ckpt.checkpoint.history_records import (
     Buckets,
     End,
     InputPosition,
-    ModelWork,
     Progress,
     Record,
     ServerEvent,
-    Silence,
     Spread,
     Start,
     WorkCounts,
 )
-from datatrove_ckpt.checkpoint.lines import seal, unseal
+from datatrove_ckpt.checkpoint.lines import seal
 from tests.histories import History, progress, read_history
 from tests.rank_folders import failed
 
@@ -78,34 +73,6 @@ def test_values_of_other_types_are_no_record(tmp_path: Path, bad: bytes) -> None
     body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad  # the last of two equal keys counts
     (tmp_path / "history.jsonl").write_bytes(seal(body))
     assert read_history(tmp_path / "history.jsonl").records == []
-
-
-def of_models() -> Progress:
-    silence = Silence(3.0, 600.0, False, "judge")
-    work = ModelWork(total=WorkCounts(requests=9), own=WorkCounts(requests=8, errors={"timeout": 1}), in_flight=2)
-    return replace(progress(at=1.0), silence=silence, models={"writer": ModelWork(), "judge": replace(work, waiting=3)})
-
-
-def test_a_line_tells_the_models_apart(tmp_path: Path) -> None:
-    assert read_history(written(tmp_path / "history.jsonl", [of_models()])).last == of_models()
-
-
-@pytest.mark.parametrize("bad", [None, [], [[1], [1], {}, -1, 0, [0, 0, False]], [[1], [1], {}, 0, 0, [-1, 0, False]]])
-def test_a_model_of_other_values_is_damage(tmp_path: Path, bad: Any) -> None:
-    path = written(tmp_path / "history.jsonl", [of_models()])
-    line = orjson.loads(unseal(path.read_bytes()))
-    line["m"]["judge"] = bad
-    path.write_bytes(seal(orjson.dumps(line)))
-    assert read_history(path).last is None
-
-
-def test_the_work_with_a_model_counts_over_all_attempts(tmp_path: Path) -> None:
-    for attempt in (1, 2):
-        log = HistoryLog(tmp_path / "history.jsonl", attempt)
-        log.append([of_models()])
-    last = read_history(tmp_path / "history.jsonl").last
-    assert last is not None
-    assert (last.models["judge"].own.requests, last.models["judge"].total.requests) == (8, 16)
 
 
 def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:

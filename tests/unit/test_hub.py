@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.preflight.doctor import check_commits, check_files
+from datatrove_ckpt.preflight.doctor import check_commits
 from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
@@ -227,36 +226,12 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
     assert CommitPace(per_hour=1).seconds_until_turn(made([])) == 0
 
 
-# What the hub's rules mean for a job, in numbers ---------------------------------------------------------------------
+# What the hub's rules mean for a job ---------------------------------------------------------------------------------
 
 
-def test_more_commits_than_the_job_may_make_say_how_long_files_wait() -> None:
-    few, many = (check_commits(at_once, 10 * at_once, CommitPace()) for at_once in (3, 100))
-    assert (few.state, many.state) == ("ok", "ok")
-    assert few.message == (
-        "about 48 per hour: 3 tasks at once, a commit of each at least every 5 min (hub_commit_seconds). All together "
-        "keep to 112 (hub_commits_per_hour), and to 56 before they end."
-    )
-    assert "about 1600 per hour" in many.message
-    assert "112 (hub_commits_per_hour), and to 56 before they end, so a file waits about 1.8 h for its" in many.message
-
-
-IN_A_FOLDER = "more than 10000 in a folder. Raise records_per_chunk"
-IN_A_REPOSITORY = "more than 100000 files in a repository. Raise records_per_chunk."
-
-
-@pytest.mark.parametrize(
-    ("template", "chunks", "state", "says"),
-    [
-        ("${rank}_${chunk_index}.parquet", 3400, "ok", "about 3400 files, up to 3400 in a folder."),
-        ("${rank}/${chunk_index}.parquet", 34_000, "ok", "about 34000 files, up to 340 in a folder."),
-        ("${lang}/${rank}_${chunk_index}.parquet", 34_000, "ok", "about 34000 files."),
-        ("${rank}_${chunk_index}.parquet", 34_000, "warning", IN_A_FOLDER),
-        ("${rank}_${chunk_index}.parquet", 34_000, "warning", "begin output_filename with ${rank}/."),
-        ("${rank}/${chunk_index}.parquet", 250_000, "warning", IN_A_REPOSITORY),
-    ],
-)
-def test_numbers_of_files(tmp_path: Path, template: str, chunks: int, state: str, says: str) -> None:
-    check = check_files(ParquetWriter(str(tmp_path), template), chunks, 100)
-    assert check.state == state
-    assert check.message == says if state == "ok" else says in check.message
+def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning() -> None:
+    few, many = (check_commits(tasks, CommitPace()) for tasks in (2688, 2689))
+    assert (few.state, few.message) == ("ok", "all tasks together keep to 112 per hour (hub_commits_per_hour).")
+    assert many.state == "warning"
+    assert "Each of 2689 tasks makes one commit at least, which takes 24 h. Use fewer tasks" in many.message
+    assert "The hub allows 128 to a free account" in check_commits(1, CommitPace(per_hour=1000)).message

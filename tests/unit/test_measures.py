@@ -1,4 +1,4 @@
-"""What is measured, and that nothing of it stays: not after an error, not in a folder that was not there."""
+"""What is probed, and that nothing of it stays: not after an error, not in a folder that was not there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from datatrove.io import DataFolder, get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.preflight.checks import (
     NotDeleted,
     RemoteFailed,
-    measure_syncs,
     probe_folder,
     probe_object,
 )
@@ -29,7 +29,7 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
         with disk_in_place(disk):
             try:
                 with probe_folder(tmp_path / "checkpoints") as probe:
-                    measure_syncs(probe, at_most=1)
+                    files.disk.replace(probe / "written", b"datatrove-ckpt")
                 failed = False
             except StorageFailed:
                 failed = True
@@ -43,7 +43,7 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
             break
         assert left == [], disk.failed_at
         number += 1
-    assert number > 8
+    assert number > 3
 
 
 # Remote folders ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, ModelWork, Spread, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
@@ -112,36 +112,10 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     rows = replace(rows, progress=replace(rows.progress, position=InputPosition(1, 2, "rows")))
     text = exposition([metrics(3), rows]).decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
-    assert types == [name for name in METRICS if "model" not in name]
+    assert types == [*METRICS]
     assert samples(text, rank="5")["documents_total"] == 7
     unknown = replace(rows, progress=replace(rows.progress, position=InputPosition()))
     assert not [name for name in samples(exposition([unknown]).decode()) if name.startswith("input")]
-
-
-def test_of_several_models_each_has_its_own() -> None:
-    now, counts = metrics(), {"failed": 1, "retries": 5, "prompt_tokens": 2, "restarts": 3}
-    models = {
-        name: ModelWork(own=WorkCounts(requests=number, **counts), in_flight=4, waiting=5)
-        for name, number in (("writer", 7), ("judge", 8))
-    }
-    text = exposition([replace(now, progress=replace(now.progress, models=models))]).decode()
-    found = re.findall(
-        r'^datatrove_ckpt_model_(\w+)\{(?:cause="(\w+)",)?model_name="judge",(?:(?:outcome|type)="(\w+)",)?.*\} (\S+)$',
-        text,
-        re.M,
-    )
-    assert [(name, cause + kind, value) for name, cause, kind, value in found] == [
-        ("requests_total", "answered", "8.0"),
-        ("requests_total", "failed", "1.0"),
-        ("request_retries_total", "error", "5.0"),
-        ("request_retries_total", "server_lost", "0.0"),
-        ("requests_in_flight", "", "4.0"),
-        ("requests_waiting", "", "5.0"),
-        ("unanswered_seconds", "", "0.0"),
-        ("tokens_total", "", "2.0"),
-        ("tokens_total", "", "0.0"),
-        ("server_restarts_total", "", "3.0"),
-    ]
 
 
 # settings ------------------------------------------------------------------------------------------------------------
@@ -152,7 +126,6 @@ def test_of_several_models_each_has_its_own() -> None:
     [
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
         ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
-        ({"metrics_file_seconds": 0}, "monitoring.metrics_file_seconds: must be positive; it is 0."),
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
@@ -189,7 +162,10 @@ def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         RankFile("$NOT_SET/books.prom", 3)
 
 
-def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path) -> None:
+def test_the_file_appears_at_once_changes_and_stays_with_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
     documents = iter(range(1, 1000))
     state = "running"
     path = tmp_path / "books_00003.prom"
@@ -198,7 +174,7 @@ def test_the_file_appears_at_once_changes_and_stays_with_the_end(tmp_path: Path)
         return samples(path.read_text()) if path.exists() else {}
 
     rank = lambda: metrics(state=state, documents=next(documents, 1000))  # noqa: E731
-    with metrics_file(str(tmp_path / "books.prom"), 0.01, 3, rank):
+    with metrics_file(str(tmp_path / "books.prom"), 3, rank):
         first = waited_for(shown)["documents_total"]
         waited_for(lambda: shown()["documents_total"] > first)
         assert path.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
@@ -215,19 +191,22 @@ def test_files_to_which_nothing_was_written_for_long_are_removed(tmp_path: Path)
     for name in ("books_1", "other_1", "books_3"):
         os.utime(tmp_path / f"{name}.prom", (1, 1))
     for _ in range(2):  # it knows its own
-        with metrics_file(str(tmp_path / "books.prom"), 15.0, 7, metrics):
+        with metrics_file(str(tmp_path / "books.prom"), 7, metrics):
             pass
         os.utime(tmp_path / "books_00007.prom", (1, 1))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"books_2.prom", "other_1.prom", "books_3.prom", "books_00007.prom"}
-    with metrics_file(str(tmp_path / "books.prom"), 15.0, 8, metrics):
+    with metrics_file(str(tmp_path / "books.prom"), 8, metrics):
         pass
     assert "books_00007.prom" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
+def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
     written: list[int] = []
-    with metrics_file(str(tmp_path / "gone/a.prom"), 0.01, 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
+    with metrics_file(str(tmp_path / "gone/a.prom"), 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
         waited_for(lambda: len(written) > 2)
     assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
 

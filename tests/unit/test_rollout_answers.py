@@ -221,20 +221,3 @@ def test_attempts_are_not_paid_twice(tmp_path: Path) -> None:
         assert len(server.payloads) == 3
     (row,) = rows(tmp_path)
     assert row["metadata"]["rollout_results"][0]["text"] == GOOD
-
-
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_equal_payloads_get_their_attempts_in_rounds(attempts: int) -> None:
-    """So a document that is processed again gives each candidate the same answers, whatever arrives first."""
-    turns: list[str] = []
-
-    async def generate(payload: dict[str, Any]) -> InferenceResult:
-        number = len(turns)
-        turns.append("called")
-        for _ in range(5 - number % 2 * 4):  # the first call of a round is answered last
-            await asyncio.sleep(0)
-        return InferenceResult(f"{number}", "stop", {})
-
-    rollout = PromptRollout(regex=str(2 * attempts - 1), answer_attempts=attempts, invalid_answer="drop")
-    results = asyncio.run(rollout._ask(generate, [{"a": 1}, {"a": 1}]))
-    assert [one and one.text for one in results] == [None, str(2 * attempts - 1)]

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
-from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import ConfigError, DocumentFailed
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, for_config, split_text
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rows, runner
+from datatrove_ckpt.rollouts import ChunkedRollout, split_text
 from tests.unit.test_rollouts import document
 from tests.words import write_tokenizer
 
@@ -85,98 +79,3 @@ def test_an_answer_is_continued() -> None:
     flags = {"continue_final_message": True, "add_generation_prompt": False}
     assert [{name: one.get(name) for name in flags} for one in sent] == [dict.fromkeys(flags), flags, flags]
     assert result.text == "A1|A2|A3"
-
-
-# best of several -----------------------------------------------------------------------------------------------------
-
-
-def test_a_judge_chooses_the_best_of_several_and_all_are_kept() -> None:
-    rollout = BestOfRollout("Q {text}", "S", candidates=3, judge_prompt="Rate {answer} of {id}: {text}")
-    sent, result = requests(rollout, "rain", ["a", "b", "c", "Score: 3.5", "9 of 10", "none"])
-    assert [one["messages"][-1]["content"] for one in sent] == [
-        *["Q rain"] * 3, "Rate a of d1: rain", "Rate b of d1: rain", "Rate c of d1: rain"
-    ]  # fmt: skip
-    assert sent[0]["messages"][0] == {"role": "system", "content": "S"}
-    assert sent[3]["temperature"] == 0
-    assert result == {
-        "text": "b",
-        "finish_reason": "stop",
-        "usage": {"completion_tokens": 6},
-        "reasoning": "",
-        "candidates": [
-            {"text": "a", "finish_reason": "stop", "score": 3.5},
-            {"text": "b", "finish_reason": "stop", "score": 9.0},
-            {"text": "c", "finish_reason": "stop", "score": None},
-        ],
-    }
-
-
-def test_the_judge_reads_no_more_of_a_long_text_than_fits() -> None:
-    rollout = BestOfRollout("Q {text}", candidates=2, max_chars=20, judge_prompt="Rate {answer} of {text}")
-    sent, _ = requests(rollout, "rain " * 9, ["a", "b" * 10, "1", "2"])
-    assert [len(one["messages"][-1]["content"]) for one in sent] == [20, 20, 20, 20]
-
-
-@pytest.mark.parametrize(
-    ("scores", "best"), [(["2", "2"], "a"), (["-1", "-0.5"], "b"), (["no", "-3"], "b"), (["no", "no"], "a")]
-)
-def test_the_highest_score_wins_and_of_equals_the_first(scores: list[str], best: str) -> None:
-    rollout = BestOfRollout(candidates=2, judge_prompt="{answer}?", judge_params={"max_tokens": 4})
-    sent, result = requests(rollout, "rain", ["a", "b", *scores])
-    assert result["text"] == best
-    assert sent[2] == {"messages": [{"role": "user", "content": "a?"}], "max_tokens": 4}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "answers", "best"),
-    [
-        (None, ["a", "b ", "b"], "b "),
-        (r"= (\d+)", ["1 = 2", "so = 3", "= 9, = 3"], "so = 3"),
-        (r"\d+", ["none", "no", "7"], "7"),
-    ],
-)
-def test_without_a_judge_the_most_frequent_answer_wins(pattern: str | None, answers: list[str], best: str) -> None:
-    rollout = BestOfRollout(candidates=3, vote_pattern=pattern)
-    assert requests(rollout, "rain", answers)[1]["text"] == best
-
-
-def test_invalid_answers_are_no_candidates() -> None:
-    rollout = BestOfRollout(candidates=3, regex=r"\d", answer_attempts=1, invalid_answer="drop")
-    _, result = requests(rollout, "rain", ["x", "1", "1"])
-    assert [one["text"] for one in result["candidates"]] == ["1", "1"]
-    assert requests(rollout, "rain", ["x", "x", "x"])[1] is None
-
-
-def test_candidates_without_temperature_are_refused() -> None:
-    config = InferenceConfig("vllm", "m", default_generation_params={"temperature": 0})
-    with pytest.raises(ConfigError, match=r"^candidates: at temperature 0"):
-        for_config(BestOfRollout(), config)
-
-
-# in a run ------------------------------------------------------------------------------------------------------------
-
-
-def test_each_candidate_keeps_its_own_answer_when_the_document_is_processed_again(tmp_path: Path) -> None:
-    """Equal payloads are different samples, whose answers the cache tells apart: none is paid for twice."""
-
-    def attempt(judge: Callable[[dict[str, Any], int], str]) -> None:
-        def answer(payload: dict[str, Any], times: int) -> str:
-            asked = payload["messages"][-1]["content"]
-            return judge(payload, times) if asked.startswith("Rate") else f"candidate {times}"
-
-        with FakeServer(answer, status=lambda payload, times: None if judge(payload, 0) else 400) as server:
-            rollout = BestOfRollout(candidates=3, judge_prompt="Rate {answer}")
-            try:
-                runner(tmp_path, server, rollout, retry_errors=True).run([Document(text="rain", id="1")])
-            finally:
-                asked.append(len(server.payloads))
-
-    asked: list[int] = []
-    is_judge = lambda payload: payload["messages"][-1]["content"].startswith("Rate")  # noqa: E731
-    with pytest.raises(DocumentFailed):
-        attempt(lambda payload, times: "" if is_judge(payload) else "x")
-    attempt(lambda payload, times: payload["messages"][-1]["content"][-1])
-    assert asked == [6, 3]
-    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert [one["text"] for one in result["candidates"]] == ["candidate 0", "candidate 1", "candidate 2"]
-    assert (result["text"], result["candidates"][2]["score"]) == ("candidate 2", 2.0)

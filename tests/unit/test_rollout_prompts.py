@@ -222,40 +222,6 @@ def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch: pytest.
         for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
 
 
-# the model's generation_config ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    folder = tmp_path / "a-model"
-    folder.mkdir()
-    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2, "min_p": None}
-    (folder / "generation_config.json").write_text(json.dumps(recommended))
-    return str(folder)
-
-
-def test_the_models_own_recommendations_are_below_all_other_parameters(model: str) -> None:
-    rollout = PromptRollout(generation_config="auto", generation_params={"top_k": 7})
-    given = config(model_name_or_path=model, default_generation_params={"top_p": 0.5, "max_tokens": 9})
-    fitted: Any = for_config(rollout, given)
-    assert asked(fitted, document())["temperature"] == 0.6
-    assert asked(fitted, document())["top_k"] == 7
-    assert "top_p" not in asked(fitted, document()), "the config's is used"
-    assert code_identity(fitted, None).fields["rollout_fn.generation_defaults"] == {"temperature": 0.6, "top_k": 20}
-    other: Any = for_config(PromptRollout(generation_config=model), config())
-    assert asked(other, document()) | {"messages": 0} == {"messages": 0, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
-
-
-@pytest.mark.parametrize("broken", ["", "[]", '{"temperature": -1}'])
-def test_a_generation_config_that_cannot_be_used_is_refused(model: str, broken: str) -> None:
-    (Path(model) / "generation_config.json").write_text(broken)
-    with pytest.raises(ConfigError, match=r"^generation_config"):
-        for_config(PromptRollout(generation_config="auto"), config(model_name_or_path=model))
-    (Path(model) / "generation_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"^generation_config: .*generation_config\.json is no file on this machine"):
-        for_config(PromptRollout(generation_config="auto"), config(model_name_or_path=model))
-
-
 def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
     for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
         fitted: Any = for_config(rollout, config(use_chat=not isinstance(rollout, CompletionRollout)))

@@ -17,7 +17,6 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
-    BestOfRollout,
     ChunkedRollout,
     ClassifyRollout,
     EmbedRollout,
@@ -228,15 +227,6 @@ def test_the_judge_gets_the_answer_of_the_first_model() -> None:
     assert judge.asked == [{"messages": [{"role": "user", "content": "Rate It rains. for Rain falls."}]}]
 
 
-def test_the_judge_of_several_answers_may_be_another_model() -> None:
-    judge = Model("3", "9")
-    rollout = BestOfRollout(candidates=2, judge_prompt="Rate {answer}", judge="judge", score_pattern=r"\d")
-    assert result(rollout, Writer(judge, "a", "b"))["text"] == "b"
-    assert result(only(rollout), Model("a", "b", "9", "3"))["text"] == "a"
-    rollout.score_pattern = None
-    assert result(only(rollout), Model("a", "b", "<think>9</think>3", "5"))["text"] == "b"
-
-
 def test_a_judge_that_no_model_is_is_refused() -> None:
     first = models_of({"writer": config(), "critic": config()})["writer"]
     with pytest.raises(ConfigError) as refused:
@@ -327,30 +317,25 @@ def test_a_column_called_answer_is_not_the_answer_of_the_model() -> None:
     model = Model("41", "1")
     result(only(JudgeRollout("Q {answer}", judge_prompt=prompt)), model, given)
     assert [one["messages"][0]["content"] for one in model.asked] == ["Q 42", "42, not 41?"]
-    model = Model("40", "41", "1", "2")
-    result(only(BestOfRollout(candidates=2, judge_prompt=prompt)), model, given)
-    assert model.asked[-1]["messages"][0]["content"] == "42, not 41?"
     with pytest.raises(ConfigError, match=r"has no {answer}, so the judge"):
         JudgeRollout("{text}", judge_prompt="{metadata[answer]}")
     JudgeRollout(judge_prompt="{metadata[answer]}")
 
 
 def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
-    for kind in (JudgeRollout, BestOfRollout):
-        rollout = kind("{text}", judge_prompt="Rate {answer}")
-        models = {"writer": config(), "judge": config()}
-        fitted: Any = for_config(rollout, models_of(models)["writer"])
-        assert fitted.judge == "judge"
-        with pytest.raises(ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"):
-            for_config(rollout, models_of(dict(reversed(models.items())))["judge"])
+    rollout = JudgeRollout("{text}", judge_prompt="Rate {answer}")
+    models = {"writer": config(), "judge": config()}
+    fitted: Any = for_config(rollout, models_of(models)["writer"])
+    assert fitted.judge == "judge"
+    with pytest.raises(ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"):
+        for_config(rollout, models_of(dict(reversed(models.items())))["judge"])
     for_config(JudgeRollout(judge_prompt="{text}"), models_of(dict(reversed(models.items())))["judge"])
 
 
 @pytest.mark.parametrize(
     ("rollout", "params", "refused"),
     [
-        (BestOfRollout(generation_params={"n": 2}), {}, "generation_params: BestOfRollout reads one text of each"),
-        (BestOfRollout(judge_prompt="{answer}", judge_params={"n": 2}), {}, "judge_params: BestOfRollout"),
+        (JudgeRollout("{text}", judge_prompt="{answer}", generation_params={"n": 2}), {}, "generation_params: JudgeR"),
         (JudgeRollout(judge_prompt="{text}", judge_params={"tools": [{}]}), {}, "judge_params: JudgeRollout"),
         (JudgeRollout(judge_prompt="{text}"), {"n": 2}, "generation_params: JudgeRollout"),
         (ChunkedRollout(), {"tools": [{}]}, "generation_params: ChunkedRollout"),
@@ -400,7 +385,6 @@ def test_canned_answers_have_no_score() -> None:
         ),
         (ClassifyRollout, {"labels": ["a", "b"], "threshold": 2}, "threshold: is 2, and scores are from 0 to 1."),
         (ClassifyRollout, {"labels": ["a", "b"], "threshold": -1}, "threshold: is -1, and"),
-        (EmbedRollout, {"generation_config": "auto"}, "generation_config: nothing is generated; remove it."),
         (EmbedRollout, {"max_prompt_tokens": 0}, 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),
         (ClassifyRollout, {"labels": []}, "labels: [] is not a list of different labels."),
         (ClassifyRollout, {"keep": ["a", "a"]}, "keep: ['a', 'a'] is not a list of different labels."),
@@ -412,7 +396,8 @@ def test_canned_answers_have_no_score() -> None:
         (JudgeRollout, {"judge_prompt": "{text}", "lowest": 2, "highest": 1}, "lowest: is 2, more than highest, which"),
         (JudgeRollout, {"judge_prompt": "{text}", "highest": 5, "threshold": 6}, "threshold: is 6, more than highest"),
         (JudgeRollout, {"judge_prompt": "{answer}"}, "judge_prompt: {answer} is the answer to prompt; set prompt (or"),
-        (BestOfRollout, {"judge": "judge"}, "judge: there is no judge; set judge_prompt."),
+        (JudgeRollout, {"judge_prompt": "{text", "prompt": "{text}"}, "judge_prompt: the template is broken ("),
+        (JudgeRollout, {"judge_prompt": "{text}", "judge_params": {"model": "x"}}, "judge_params: 'model' cannot"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict[str, Any], error: str) -> None:

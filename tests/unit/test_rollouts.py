@@ -12,7 +12,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import BestOfRollout, ChunkedRollout, CompletionRollout, PromptRollout, chat, split_text
+from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, chat, split_text
 
 ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."
 
@@ -117,12 +117,6 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) 
         (ChunkedRollout, {"max_chars_per_part": 0}, "max_chars_per_part must be >= 1; it is 0."),
         (ChunkedRollout, {"max_tokens_per_part": 0}, "max_tokens_per_part must be >= 1; it is 0."),
         (ChunkedRollout, {"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
-        (BestOfRollout, {"candidates": 1}, "candidates: must be >= 2; it is 1."),
-        (BestOfRollout, {"judge_prompt": "Rate {text}"}, "judge_prompt: has no {answer}, so every candidate would get"),
-        (BestOfRollout, {"judge_prompt": "{answer"}, "judge_prompt: the template is broken ("),
-        (BestOfRollout, {"judge_prompt": "{answer}", "vote_pattern": "x"}, "vote_pattern: is set together with"),
-        (BestOfRollout, {"judge_prompt": "{answer}", "judge_params": {"model": "x"}}, "judge_params: 'model' cannot"),
-        (BestOfRollout, {"generation_params": {"temperature": 0}}, "candidates: at temperature 0 they would all be"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict[str, Any], error: str) -> None:

@@ -161,7 +161,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("init_args: {data", "init_arg: {data", 'pipeline[0]: unknown key "init_arg", did you mean "init_args"?'),
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}",
          f'{RUNNER}.rollout_fn: unknown key "zzz"; allowed are prompt, system_prompt, generation_params, max_chars, '
-         "prompt_column, generation_config, chars_per_token, tokenizer, tokenizer_revision, max_prompt_tokens, "
+         "prompt_column, chars_per_token, tokenizer, max_prompt_tokens, "
          "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine, "
          "images, max_image_side, media_folder, media_urls."),
         (CONFIG, f"{CONFIG}\n          server_patience_seconds: 5",

@@ -95,7 +95,7 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     if first is not None and (port := prometheus.metrics_port(config.metrics_host, first)) is not None:
         stack.enter_context(port.shows(metrics))
     if config.metrics_file is not None:
-        stack.enter_context(prometheus.metrics_file(config.metrics_file, config.metrics_file_seconds, rank, metrics))
+        stack.enter_context(prometheus.metrics_file(config.metrics_file, rank, metrics))
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -31,11 +31,12 @@ from prometheus_client.exposition import MetricsHandler
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork, Progress, Spread, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread, WorkCounts
 from datatrove_ckpt.config.paths import expand_path
 
 _KEEP_ENDED_SECONDS = 120.0
 _KEEP_FILES_SECONDS = 600.0
+FILE_SECONDS = 15.0  # between two versions of a rank's file
 _PORTS = 1000  # that are tried
 _HEAD = b"# datatrove-ckpt"  # of our files
 
@@ -88,21 +89,6 @@ _METRICS = {
     "request_duration_seconds": Metric("histogram", "Time from sending a request to its answer."),
     "request_prompt_tokens": Metric("histogram", "Prompt tokens of each answer."),
     "request_completion_tokens": Metric("histogram", "Completion tokens of each answer."),
-}
-_METRICS |= {
-    "model_requests_total": Metric(
-        "counter", "Of several models: requests of this attempt that ended at a server.", ("model_name", "outcome")
-    ),
-    "model_request_retries_total": Metric(
-        "counter", "Of several models: requests sent again in this attempt.", ("model_name", "cause")
-    ),
-    "model_requests_in_flight": Metric("gauge", "Requests that the model's servers work on now.", ("model_name",)),
-    "model_requests_waiting": Metric("gauge", "Requests that wait for the model's servers now.", ("model_name",)),
-    "model_unanswered_seconds": Metric(
-        "gauge", "For so long the model has answered no request, although some failed.", ("model_name",)
-    ),
-    "model_tokens_total": Metric("counter", "Tokens of the model's answers in this attempt.", ("model_name", "type")),
-    "model_server_restarts_total": Metric("counter", "Restarts of the model's servers.", ("model_name",)),
 }
 METRICS = {PREFIX + name: metric for name, metric in _METRICS.items()}
 
@@ -174,28 +160,7 @@ class RankNow:
             "request_prompt_tokens": _histogram(self.spread.prompt_tokens, 18),
             "request_completion_tokens": _histogram(self.spread.completion_tokens, 18),
         }
-        return {PREFIX + name: values for name, values in (found | _of_models(total.models)).items()}
-
-
-def _of_models(models: Mapping[str, ModelWork]) -> dict[str, Values]:
-    """Nothing of a single model: its numbers are those of the rank."""
-    requests: dict[tuple[str, ...], float] = {}
-    tokens: dict[tuple[str, ...], float] = {}
-    retries: dict[tuple[str, ...], float] = {}
-    for name, model in models.items():
-        requests |= {(name, "answered"): model.own.requests, (name, "failed"): model.own.failed}
-        tokens |= {(name, *kind): count for kind, count in _tokens(model.own).items()}
-        retries |= {(name, *cause): count for cause, count in _retries(model.own).items()}
-    found: dict[str, Values] = {
-        "model_requests_total": requests,
-        "model_request_retries_total": retries,
-        "model_requests_in_flight": {(name,): model.in_flight for name, model in models.items()},
-        "model_requests_waiting": {(name,): model.waiting for name, model in models.items()},
-        "model_unanswered_seconds": {(name,): model.silence.seconds for name, model in models.items()},
-        "model_tokens_total": tokens,
-        "model_server_restarts_total": {(name,): model.own.restarts for name, model in models.items()},
-    }
-    return found
+        return {PREFIX + name: values for name, values in found.items()}
 
 
 def _retries(counts: WorkCounts) -> dict[tuple[str, ...], float]:
@@ -369,7 +334,7 @@ class RankFile:
 
 
 @contextmanager
-def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Iterator[None]:
+def metrics_file(path: str, number: int, rank: GetRank) -> Iterator[None]:
     """Writes a rank's file for node_exporter's textfile collector every few seconds inside the block.
 
     It stays, with the last values, because otherwise what happened since the last look would be lost. The next rank
@@ -382,11 +347,11 @@ def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Itera
     pattern = RankFile(path, "*").path
     for other in pattern.parent.glob(pattern.name):
         with suppress(OSError):
-            is_old = time.time() - other.stat().st_mtime > max(_KEEP_FILES_SECONDS, 2 * seconds)
+            is_old = time.time() - other.stat().st_mtime > _KEEP_FILES_SECONDS
             if is_old and other.read_bytes().startswith(_HEAD):
                 other.unlink()
     ended = threading.Event()
-    arguments = RankFile(path, number), seconds, rank, ended
+    arguments = RankFile(path, number), rank, ended
     thread = threading.Thread(target=_keep, args=arguments, name="datatrove-ckpt metrics file", daemon=True)
     thread.start()
     try:
@@ -396,10 +361,10 @@ def metrics_file(path: str, seconds: float, number: int, rank: GetRank) -> Itera
         thread.join()
 
 
-def _keep(file: RankFile, seconds: float, rank: GetRank, ended: threading.Event) -> None:
+def _keep(file: RankFile, rank: GetRank, ended: threading.Event) -> None:
     is_last = False
     while True:
         file.write(lambda: _HEAD + b"\n" + exposition([rank()]))
         if is_last:
             return
-        is_last = ended.wait(seconds)
+        is_last = ended.wait(FILE_SECONDS)

@@ -166,6 +166,7 @@ _PROBES = 3  # failed probes in a row that make a server dead
 _PROBE_PAUSE = 0.3
 # Beyond the time that a server has to finish its requests after a SIGTERM.
 _DRAIN_MARGIN = 5.0
+_RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
 _PROGRESS_CHECKS_PER_HANG = 4
 _MAX_PROGRESS_INTERVAL = 30.0
@@ -185,9 +186,8 @@ class ServerSupervisor:
       may be the server's fault, and every few seconds while requests are in flight;
     - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within ``server_restart_window_sec``, so that one crash a day does
-    not end a run of a week. A death that proves a request poisonous does not count: that request will not be sent
-    again.
+    It may be restarted ``server_max_restarts`` times within an hour, so that one crash a day does not end a run of a
+    week. A death that proves a request poisonous does not count: that request will not be sent again.
 
     Args:
         rank: the rank that the server works for. The server may have been started for an earlier one.
@@ -306,16 +306,16 @@ class ServerSupervisor:
             ServerDied: there were too many restarts within the window.
         """
         now = time.monotonic()
-        window, allowed = self.config.server_restart_window_sec, self.config.server_max_restarts
-        while self._recent_restarts and self._recent_restarts[0] < now - window:
+        allowed = self.config.server_max_restarts
+        while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
             self._recent_restarts.popleft()
         if self._death.attributed:  # to a request, which is a dead letter now: no sign that the next start will fail
             self._death = Death("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
-                f"{self._name} was restarted {len(self._recent_restarts)} times within {window:g} s, and died again "
-                f"(server_max_restarts={allowed}). Last cause: {cause}"
+                f"{self._name} was restarted {len(self._recent_restarts)} times within {_RESTART_WINDOW_SECONDS:g} s, "
+                f"and died again (server_max_restarts={allowed}). Last cause: {cause}"
             )
         self._recent_restarts.append(now)
         return retrying.RESTART.wait(len(self._recent_restarts))

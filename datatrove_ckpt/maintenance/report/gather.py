@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -12,11 +12,10 @@ import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets, ModelWork
+from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural, short
-from datatrove_ckpt.maintenance.documents import ShownDocument
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -35,7 +34,6 @@ _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _SLOW = 0.5  # of the median
 _LEAST_RANKS = 3  # of fewer there is no median worth the name
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
-_MAX_TEXT = 800  # characters of a document's text
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -70,12 +68,8 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices, documents: Sequence[ShownDocument] = ()) -> Page:
-    """Reads the histories of all ranks, and makes the page. Changes nothing.
-
-    Args:
-        documents: to be shown with their answers.
-    """
+def gather(run: RunState, prices: Prices) -> Page:
+    """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
@@ -92,7 +86,7 @@ def gather(run: RunState, prices: Prices, documents: Sequence[ShownDocument] = (
         figures=list(figures(run)),
         costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in (_documents(documents), *_tables(run, ranks, found)) if table.rows],
+        tables=[table for table in _tables(run, ranks, found) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -275,18 +269,11 @@ def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
-    yield _models(run.together.models)
     yield _ranks(ranks)
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
     yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
-
-
-def _documents(documents: Sequence[ShownDocument]) -> Table:
-    rows = [(one.id, one.text, one.answer) for one in (each.safe(_MAX_TEXT) for each in documents)]
-    note = "The first ones of the output; long texts are shortened in their middle. More: datatrove-ckpt show."
-    return Table("Documents and answers", ("id", "text", "answer"), rows, note)
 
 
 def _interruptions(found: Sequence[Interruption]) -> Table:
@@ -334,17 +321,6 @@ def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
     of = f" of {figure(requests)}" if counted < requests else ""
     note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
-
-
-def _models(models: Mapping[str, ModelWork]) -> Table:
-    """Empty for a single model: its numbers are those of the run."""
-    rows = []
-    for name, model in models.items():
-        work = model.total
-        numbers = work.requests, work.failed, work.prompt_tokens, work.completion_tokens, work.retries + work.resent
-        rows.append([name, *map(figure, numbers), figure(work.restarts)])
-    columns = ("model", "answers#", "failed#", "prompt tokens#", "completion tokens#", "sent again#", "restarts#")
-    return Table("Models", columns, rows, "What all attempts sent; the last minute before a kill is missing.")
 
 
 def _limit(buckets: Buckets, number: float) -> float:

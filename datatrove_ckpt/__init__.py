@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from datatrove.pipeline.inference.types import RolloutFunction as RolloutFunction
     from datatrove.pipeline.inference.types import ServerError as ServerError
 
+    from datatrove_ckpt.checkpoint.interval import daly as daly
+    from datatrove_ckpt.checkpoint.interval import efficiency as efficiency
+    from datatrove_ckpt.checkpoint.interval import young as young
     from datatrove_ckpt.cli.short_form import run as run
     from datatrove_ckpt.config import InferenceConfig as InferenceConfig
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
@@ -49,6 +52,7 @@ _MODULES = {
     "ServerError": _TYPES,
     "reshard": "datatrove_ckpt.preflight.reshard.run",
     "run": "datatrove_ckpt.cli.short_form",
+    **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
     "doctor": f"{__name__}.preflight.doctor",
 }
 

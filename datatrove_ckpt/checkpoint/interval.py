@@ -9,8 +9,8 @@ this way (Mohan, Phanishayee and Chidambaram, FAST'21).
 We use the mean because it keeps the share even if one save in a hundred takes a second, and we use several saves
 because a single slow one would stretch the next interval, and so the possible loss, to the maximum.
 
-``daly`` also knows how often everything that is not saved gets lost: every M seconds on average (the MTBF), at random.
-A save takes C seconds, in which the work stops.
+``young``, ``daly`` and ``efficiency`` know how often everything that is not saved gets lost, too: every M seconds on
+average (the MTBF), at random. A save takes C seconds, in which the work stops, and a restart R.
 """
 
 from __future__ import annotations
@@ -28,15 +28,33 @@ Seconds = float | Literal["auto"]
 RECENT = 5
 
 
+def young(save_cost: float, mtbf: float) -> float:
+    """The best seconds of work between two saves, to first order: sqrt(2CM).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+    """
+    return math.sqrt(2 * save_cost * mtbf)
+
+
 def daly(save_cost: float, mtbf: float) -> float:
-    """The best seconds of work between two saves: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M.
+    """The same to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
     """
     if save_cost >= 2 * mtbf:
         return mtbf
     x = save_cost / (2 * mtbf)
-    return math.sqrt(2 * save_cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save_cost
+    return young(save_cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save_cost
+
+
+def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 0.0) -> float:
+    """Useful time divided by all time, from 0 to 1, with T seconds of work between two saves.
+
+    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be interrupted, too. Of all
+    time, 1 - exp(-R/M) are restarts, at every interval.
+    """
+    exponent = (interval + save_cost) / mtbf
+    return interval * math.exp(-restart / mtbf) / (mtbf * math.expm1(exponent)) if 0 < exponent < 700 else 0.0
 
 
 @dataclass(frozen=True)

@@ -321,6 +321,8 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("doctor", "0"): (_nothing, "doctor job.yaml"),
     ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),
     ("doctor", "2"): (_nothing, "doctor job.yaml --executor.taks=4"),
+    ("plan", "0"): (_nothing, "plan --save-cost 140s --mtbf 6h"),
+    ("plan", "2"): (_nothing, "plan job.yaml"),
     ("status", "0"): (_nothing, "status checkpoints"),
     ("status", "1"): (_damaged, "status checkpoints"),
     ("status", "2"): (_nothing, "status empty"),

@@ -306,6 +306,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
         (["--help"], 0, "show how far a run is, and which ranks need attention"),
+        (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is not a duration; give a number with s, m, h or d, such as 6h"),
         (["verify"], 2, "WHAT"),
         (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
         ([], 2, "usage: datatrove-ckpt"),

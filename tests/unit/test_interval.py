@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datatrove_ckpt.checkpoint.interval import RECENT, Interval, Tuning, check_seconds, daly
+from datatrove_ckpt.checkpoint.interval import RECENT, Interval, Tuning, check_seconds
 from datatrove_ckpt.errors import ConfigError
 
 TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
@@ -60,23 +60,3 @@ def test_what_is_no_seconds_is_refused_by_name(value: Any) -> None:
         check_seconds("sync_seconds", fine)
     with pytest.raises(ConfigError, match='sync_seconds: must be "auto" or a number of seconds >= 0; it is'):
         check_seconds("sync_seconds", value)
-
-
-HOUR = 3600.0
-
-
-def useful(interval: float, cost: float, mtbf: float) -> float:
-    """Useful time divided by all time, as in Daly 2006: saves may be interrupted, too."""
-    return interval / (mtbf * math.expm1((interval + cost) / mtbf))
-
-
-@pytest.mark.parametrize("cost", [1.0, 140.0, 0.2 * HOUR])
-def test_dalys_interval_is_the_best_of_a_scan(cost: float) -> None:
-    best = daly(cost, 6 * HOUR)
-    scanned = [best * 1.001**step for step in range(-700, 700)]
-    assert max(scanned, key=lambda each: useful(each, cost, 6 * HOUR)) == pytest.approx(best, rel=0.01)
-
-
-def test_dalys_interval_is_what_a_calculator_gives() -> None:
-    assert daly(60, 24 * HOUR) == pytest.approx(3180.06, abs=0.01)
-    assert daly(3 * HOUR, HOUR) == HOUR

@@ -130,9 +130,12 @@ def test_the_public_names_are_there_and_no_others() -> None:
         "InferenceResult",
         "RolloutFunction",
         "ServerError",
+        "daly",
         "doctor",
+        "efficiency",
         "reshard",
         "run",
+        "young",
     }
     for name in datatrove_ckpt.__all__:
         assert getattr(datatrove_ckpt, name).__name__ == name

@@ -67,8 +67,8 @@ class InferenceRunner(Step):
             ``*`` in the last part, name a task's own files.
         answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many tasks. A request whose
             final payload is equal takes the answer that its document got there, if that is still kept.
-        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"command": [...]}``
-            that ends with 0; it is run every 5 seconds.
+        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"cloud": "aws"}``,
+            "gcp" or "azure", or ``{"command": [...]}`` that ends with 0. Asked every 5 seconds.
 
     Raises:
         ConfigError: an argument that cannot work.

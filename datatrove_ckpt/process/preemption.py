@@ -49,6 +49,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import gc
+import json
 import os
 import queue
 import signal
@@ -83,15 +84,23 @@ from datatrove_ckpt.process.slurm_job import (
 from datatrove_ckpt.process.worker import worker_slot
 from datatrove_ckpt.redaction import secrets_among
 
-# Preemption notices: a command says, by exit code 0, that this node goes away soon. It is taken as a SIGTERM.
+# Preemption notices: a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
 #
-# A thread runs it, never the event loop. A command that cannot be run is logged once, and run again: the run goes on.
+#     command    it ends with exit code 0
+#     cloud      the address on which the cloud tells its virtual machines:
+#                aws      spot/instance-action, with a token (IMDSv2)
+#                gcp      instance/preempted says TRUE
+#                azure    a scheduled event of this machine that ends it
+#
+# A thread asks, never the event loop. What cannot be asked is logged once, and asked again: the run goes on.
 
 
-Setting: TypeAlias = Mapping[str, Sequence[str]]
+Setting: TypeAlias = Mapping[str, str | Sequence[str]]
 
 POLL_SECONDS = 5.0
-_TIMEOUT = 5.0  # seconds
+METADATA = "http://169.254.169.254"
+_TIMEOUT = 5.0  # seconds, of a request or a command
+_AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}  # not Freeze, a pause of seconds
 
 _said: set[str] = set()
 
@@ -109,24 +118,27 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
     name = "preemption_notice"
     if any(secrets_among(name, setting)):
         raise ConfigError(f"{name}: holds what looks like a secret. Let a command read it where the task runs.")
-    if not isinstance(setting, Mapping) or {*setting} != {"command"}:
-        raise ConfigError(f"{name}: takes {{'command': [program, ...]}}; it is {setting!r}.")
-    value = setting["command"]
-    if isinstance(value, str) or not value or not all(word and isinstance(word, str) for word in value):
+    if not isinstance(setting, Mapping) or len(setting) != 1 or not {*setting} & {"command", "cloud"}:
+        raise ConfigError(f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}.")
+    [(kind, value)] = setting.items()
+    if kind == "cloud":
+        if not isinstance(value, str) or value not in _CLOUDS:
+            raise ConfigError(f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command.")
+    elif isinstance(value, str) or not value or not all(word and isinstance(word, str) for word in value):
         raise ConfigError(f"{name}.command: takes a list of words, the program first; it is {value!r}.")
     if "SIGTERM" not in signals:
         raise ConfigError(f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there.")
 
 
 class NoticeWatch:
-    """Runs the command until it ends with 0, or until ``close``: at once, every few seconds, and at a request to stop.
+    """Asks for a notice until there is one, or until ``close``: at once, every few seconds, and at a request to stop.
 
     Args:
         came: called in the thread with what the notice is, once.
     """
 
     def __init__(self, setting: Setting, shutdown: Shutdown, came: Callable[[str], object]) -> None:
-        self._argv = setting["command"]
+        [(self._kind, self._value)] = setting.items()
         self._came = came
         self._command: subprocess.Popen[bytes] | None = None
         self._closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -139,31 +151,84 @@ class NoticeWatch:
             command.kill()
 
     def _watch(self) -> None:
-        what = f"command {self._argv[0]}"  # arguments may be long
+        shown = self._value if isinstance(self._value, str) else self._value[0]  # arguments may be long
+        what = f"a preemption notice ({self._kind} {shown}"
         while True:
             try:
-                if self._run():
-                    self._came(printable(f"a preemption notice ({what})"))
+                if (notice := self._ask()) is not None:
+                    self._came(printable(f"{what}{notice and ': '}{notice})"))
                     return
-            except Exception as error:
+            except Exception as error:  # also of an answer that is not as the cloud documents it
                 if what not in _said:
                     _said.add(what)
                     logger.warning(
-                        f"preemption_notice: {what} cannot be run: {type(error).__name__}: {error}. "
+                        f"preemption_notice: {self._kind} {shown} cannot be asked: {type(error).__name__}: {error}. "
                         f"The run goes on without notices, and tries again every {POLL_SECONDS:g} s."
                     )
             with suppress(queue.Empty):
                 if get_within(self._closed, POLL_SECONDS):
                     return
 
-    def _run(self) -> bool:
+    def _ask(self) -> str | None:
+        """What the notice says, perhaps nothing. None: there is none."""
+        if self._kind == "command":
+            return self._run(self._value)
+        assert isinstance(self._value, str)
+        return _CLOUDS[self._value]()
+
+    def _run(self, command: Sequence[str]) -> str | None:
         null = subprocess.DEVNULL
-        with subprocess.Popen(self._argv, stdin=null, stdout=null, stderr=null) as process:
+        with subprocess.Popen(command, stdin=null, stdout=null, stderr=null) as process:
             self._command = process
             try:
-                return process.wait(_TIMEOUT) == 0
+                return "" if process.wait(_TIMEOUT) == 0 else None
             finally:
                 process.kill()
+
+
+def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """The text of an answer; None: status 204 or 404. Past any proxy: such addresses are the node's own.
+
+    Raises:
+        OSError: it cannot be reached, or answers with another status.
+    """
+    from urllib.error import HTTPError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    request = Request(url, headers={**headers}, method=method)
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT) as answer:
+            return None if answer.status == 204 else answer.read(2**20).decode()
+    except HTTPError as error:
+        with error:
+            if error.code == 404:
+                return None
+            raise OSError(f"it answers with status {error.code}") from None
+
+
+def _aws() -> str | None:
+    token = _get(f"{METADATA}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+    asks = {"X-aws-ec2-metadata-token": token or ""}
+    found = _get(f"{METADATA}/latest/meta-data/spot/instance-action", asks)
+    return None if found is None else "{action} at {time}".format(**json.loads(found))
+
+
+def _gcp() -> str | None:
+    found = _get(f"{METADATA}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    return "preempted" if found is not None and found.strip().upper() == "TRUE" else None
+
+
+def _azure() -> str | None:
+    root, asks = f"{METADATA}/metadata", {"Metadata": "true"}
+    name = _get(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", asks)
+    found = json.loads(_get(f"{root}/scheduledevents?api-version=2020-07-01", asks) or "{}")
+    for event in found.get("Events", []):  # those of all machines of a scale set
+        if event["EventType"] in _AZURE_ENDS and name in event["Resources"]:
+            return f"{event['EventType']} not before {event.get('NotBefore') or 'now'}"
+    return None
+
+
+_CLOUDS: dict[str, Callable[[], str | None]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}
 
 
 _DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process import preemption
@@ -26,19 +24,19 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
 from tests.integration.test_preemption import plain
 from tests.jobs import documents, runner
-from tests.pages import ROOT
 from tests.patience import until
 from tests.processes import start, write_program
 
 AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
 AZURE = {"EventType": "Preempt", "Resources": ["vm_0"], "NotBefore": "Tue, 24 Nov 2026 08:22:00 GMT"}
-CLOUDS: dict[str, tuple[list[Any], Any]] = {
-    # what is no notice, and what is one
-    "aws": ([None], AWS),
-    "gcp": (["FALSE"], "TRUE"),
+CLOUDS: dict[str, tuple[list[Any], Any, str]] = {
+    # what is no notice, what is one, and what is said of it
+    "aws": ([None], AWS, "terminate at 2026-11-24T08:22:00Z"),
+    "gcp": (["FALSE"], "TRUE", "preempted"),
     "azure": (
         [[], [AZURE | {"Resources": ["vm_1"]}], [AZURE | {"EventType": "Freeze"}]],
         [AZURE | {"Resources": ["vm_1"]}, AZURE],
+        "Preempt not before Tue, 24 Nov 2026 08:22:00 GMT",
     ),
 }
 
@@ -103,51 +101,49 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Metadata, str]]:
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(preemption, "_said", set())
     with metadata_server() as (metadata, url):
+        monkeypatch.setattr(preemption, "METADATA", url)
         yield metadata, url
 
 
-def command_of(cloud: str, url: str) -> dict[str, list[str]]:
-    """The command of the docs, for the server at ``url``."""
-    page = (ROOT / "docs/clouds.md").read_text()
-    (block,) = [
-        block for block in re.findall(r"```yaml\n(preemption_notice.*?)```", page, re.DOTALL) if SAYS[cloud] in block
-    ]
-    setting: dict[str, list[str]] = yaml.safe_load(block.replace("http://169.254.169.254", url))["preemption_notice"]
-    return setting
-
-
-SAYS = {"aws": "aws-ec2", "gcp": "Google", "azure": "scheduledevents"}
-
-
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_the_commands_of_the_docs_tell_a_notice_from_other_answers(metadata: tuple[Metadata, str], cloud: str) -> None:
-    served, url = metadata
-    others, real = CLOUDS[cloud]
+def test_a_notice_of_a_cloud_is_told_from_its_other_answers(
+    metadata: tuple[Metadata, str], cloud: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, _ = metadata
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
+    others, real, text = CLOUDS[cloud]
     came: queue.SimpleQueue[str] = queue.SimpleQueue()
     served.notice = others[0]
-    check_notice(command_of(cloud, url), ["SIGTERM"])
-    watch = NoticeWatch(command_of(cloud, url), Shutdown(), came.put)
+    watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
     for other in others:
         served.notice, asked = other, served.asked
         until(lambda asked=asked: served.asked >= asked + 3)
     assert came.empty()
     served.notice = real
-    assert came.get(timeout=300) == "a preemption notice (command sh)"
+    assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
     watch.close()
     assert served.refused == []
 
 
-def test_what_cannot_be_run_is_said_once_and_a_notice_is_still_noticed(
-    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path
+def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
+    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served, url = metadata
     came: queue.SimpleQueue[str] = queue.SimpleQueue()
-    NoticeWatch({"command": [str(tmp_path / "later")]}, Shutdown(), came.put)
-    until(lambda: len(log) == 1)
-    assert "cannot be run: FileNotFoundError" in log[0]
+    monkeypatch.setattr(preemption, "METADATA", f"{url}/nothing")
+    watches = [NoticeWatch({"cloud": "gcp"}, Shutdown(), came.put) for _ in range(2)]
+    until(lambda: len(served.refused) >= 6)
+    for watch in watches:
+        watch.close()
+    assert [line for line in log if "cannot be asked" in line and "status 401" in line] == [
+        line for line in log if "preemption_notice" in line
+    ]
+    assert len(log) == 1
+    watch = NoticeWatch({"command": [str(tmp_path / "later")]}, Shutdown(), came.put)
+    until(lambda: len(log) == 2)
     assert came.empty()
     write_program(tmp_path / "later", "#!/bin/sh\nexit 0\n")
     assert came.get(timeout=300) == f"a preemption notice (command {tmp_path / 'later'})"
-    assert len(log) == 1
 
 
 def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path: Path, metadata: tuple[Metadata, str]) -> None:
@@ -162,13 +158,16 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path: Path, metadata
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("aws", r"takes {'command': \[program, ...\]}"),
-        ({"cloud": "aws"}, "takes {"),
+        ("aws", r"takes {'cloud': name} or {'command': \[program, ...\]}"),
+        ({"cloud": "aws", "command": ["a"]}, "takes {"),
         ({"file": "a"}, "takes {"),
         ({"url": "http://b"}, "takes {"),
+        ({"cloud": ""}, "'' is not one of aws, gcp, azure"),
+        ({"cloud": ["aws"]}, "is not one of aws, gcp, azure"),
         ({"command": "check --it"}, "command: takes a list of words"),
         ({"command": []}, "command: takes a list"),
         ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
+        ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(setting: Any, complaint: str) -> None:
@@ -179,7 +178,7 @@ def test_settings_that_cannot_work_are_refused(setting: Any, complaint: str) -> 
 
 def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, server: FakeServer) -> None:
     with pytest.raises(ConfigError, match="not in drain_signals"):
-        runner(tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"command": ["true"]})
+        runner(tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"})
 
 
 # a rank --------------------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, ser
 def test_a_rank_drains_says_why_and_resumes_without_the_setting(
     tmp_path: Path, metadata: tuple[Metadata, str], log: list[str], in_thread: bool
 ) -> None:
-    served, url = metadata
+    served, _ = metadata
     served.notice = "FALSE"
     ended: list[BaseException] = []
 
@@ -201,7 +200,7 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
 
     with FakeServer(hold_after=2) as server:
         settings = {"max_concurrent_generations": 4}
-        step = runner(tmp_path, server, plain, config=settings, preemption_notice=command_of("gcp", url))
+        step = runner(tmp_path, server, plain, config=settings, preemption_notice={"cloud": "gcp"})
 
         def tell() -> None:
             until(lambda: len(server.payloads) >= 6)
@@ -223,7 +222,7 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
                 signal.signal(signal.SIGTERM, before)
         teller.join()
         assert len(server.payloads) == 6
-        reason = "a preemption notice (command sh)"
+        reason = "a preemption notice (cloud gcp: preempted)"
         assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
         assert str(ended[0]) == (f"Stopped by {reason}. Run the same command again to resume." if in_thread else "143")
         assert isinstance(ended[0], Preempted if in_thread else SystemExit)

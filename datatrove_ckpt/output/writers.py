@@ -23,7 +23,7 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import infers_schema, trial_schema
+from datatrove_ckpt.output.arrow_types import ColumnTypes, infers_schema
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,
@@ -158,7 +158,9 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
         copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
         document = decode_for(copied)(data)
         if infers_schema(copied):
-            copied.schema = trial_schema(copied, document)
+            types = ColumnTypes()
+            types.add([copied.adapter(document)])
+            copied.schema = types.schema()
         copied.write(document, rank=rank, chunk_index="00000")
         if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
             copied.close()

@@ -355,7 +355,7 @@ class ChunkWriting:
             logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
 
     def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished], writer: DiskWriter) -> None:
-        write = write_for(writer, self._decode, rank=self._rank, chunk_index=self._names.chunk_field(chunk_index))
+        write = write_for(writer, self._decode, self._names, chunk_index)
         finished = None
         try:
             for finished in documents:
@@ -407,8 +407,6 @@ class ChunkWriting:
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        if staged is not None:
-            self._names.use_in(fresh)
         if schema is not None:
             fresh.schema = schema
             write_in_batches(fresh, inspect, plain_vectors=True)

@@ -36,7 +36,7 @@ from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import fields_of_documents, writer_name
-from datatrove_ckpt.output.writers import check_writable
+from datatrove_ckpt.output.writers import check_writable, has_default_adapter
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     REMOTE_SECONDS,
@@ -243,7 +243,7 @@ def _check_space(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     limit = getattr(look.plan.pipeline[0], "limit", -1)
     number = min(sample.documents, limit * look.plan.tasks) if limit > 0 else sample.documents
     # A step in between, or an adapter of the user, may drop or shorten documents.
-    kept = runner.index == 1 and getattr(writer.adapter, "__func__", None) is DiskWriter._default_adapter
+    kept = runner.index == 1 and has_default_adapter(writer)
     folder = Path(writer.output_folder.resolve_paths("")).absolute()
     suffix = writer.output_filename.template.endswith(_COMPRESSED)
     is_compressed = writer.output_mg.compression not in (None, "infer") or suffix

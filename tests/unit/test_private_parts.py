@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.jobs import JobsPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -32,3 +35,16 @@ def test_an_abandoned_database_is_left_open_until_the_process_ends(tmp_path: Pat
         "Python's exit has closed the connection, and the log was deleted. Another process may use it: correct "
         "RequestCache.abandon in checkpoint/request_cache.py."
     )
+
+
+def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None:
+    sentence = (
+        "datatrove's executors no longer run a rank in _run_for_rank(rank, local_rank, node_rank), note their start in "
+        "_launched, or make their repository in _ensure_logging_dir_repo. Correct executor.py and jobs_executor.py."
+    )
+    for kind in (PipelineExecutor, JobsPipelineExecutor):
+        parts = [*inspect.signature(kind._run_for_rank).parameters]
+        assert parts == ["self", "rank", "local_rank", "node_rank"], sentence
+    assert LocalPipelineExecutor([], logging_dir=str(tmp_path))._launched is False, sentence
+    assert "_launched" in inspect.getsource(JobsPipelineExecutor), sentence
+    assert "_ensure_logging_dir_repo" in vars(JobsPipelineExecutor), sentence

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.jobs import JobsPipelineExecutor
@@ -48,3 +51,18 @@ def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None
     assert LocalPipelineExecutor([], logging_dir=str(tmp_path))._launched is False, sentence
     assert "_launched" in inspect.getsource(JobsPipelineExecutor), sentence
     assert "_ensure_logging_dir_repo" in vars(JobsPipelineExecutor), sentence
+
+
+def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrives() -> None:
+    sentence = (
+        "aiohttp no longer makes its connections with TCPConnector._factory, or has renamed a method of "
+        "ResponseHandler. Correct _Connection in inference/client/over_aiohttp.py: answers may be swapped without it."
+    )
+
+    async def factory() -> object:
+        async with aiohttp.TCPConnector() as connector:
+            return connector._factory()
+
+    assert isinstance(asyncio.run(factory()), ResponseHandler), sentence
+    replaced = {"upgraded", "set_response_params", "feed_data", "is_connected", "force_close", "close"}
+    assert replaced <= {*dir(ResponseHandler)}, sentence

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
+import multiprocess
 import pytest
 from aiohttp.client_proto import ResponseHandler
 from datatrove.executor import LocalPipelineExecutor
@@ -106,3 +108,23 @@ def test_an_event_loop_tells_the_descriptor_with_which_it_waits(package: str) ->
         )
     finally:
         loop.close()
+
+
+class _Sent(Exception):
+    def __reduce__(self) -> tuple[type[Exception], tuple[str]]:
+        return Exception, (f"pickled in {os.getpid()}",)
+
+
+def _fail() -> None:
+    raise _Sent
+
+
+def test_a_pool_pickles_the_error_of_a_task_in_its_worker() -> None:
+    with multiprocess.get_context("fork").Pool(1) as pool:
+        with pytest.raises(Exception, match="pickled in") as failed:
+            pool.apply(_fail)
+        worker = pool.apply(os.getpid)
+    assert str(failed.value) == f"pickled in {worker}", (
+        "A pool no longer pickles the error of a task in its worker. Correct _Handed in process/preemption.py: a "
+        "worker that a signal should have ended stays, and Pool.terminate waits for it."
+    )

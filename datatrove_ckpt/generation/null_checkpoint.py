@@ -53,6 +53,7 @@ class NullCheckpoint:
             files = writer.output_mg
             writer.output_mg = RemoteFiles(files.fs, files.mode, files.compression)
         self._names = FileNames(writer, rank)
+        self._template = writer.output_filename
         writer.output_filename = OurTemplate(self._names)
         self._writer = writer
         self._shutdown = shutdown
@@ -79,6 +80,7 @@ class NullCheckpoint:
             if completed and self.error is None:
                 self._writer.close()
         finally:
+            self._writer.output_filename = self._template
             self._abandon()  # those that could not be closed, too
 
     def flush(self) -> None:

@@ -336,7 +336,8 @@ class ChunkWriting:
         writer = self._copy(staged)
         types = ColumnTypes()
         rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
-        batches = iter(lambda: list(islice(rows, min(_BATCH, writer.batch_size))), [])
+        size = min(_BATCH, max(1, writer.batch_size))
+        batches = iter(lambda: list(islice(rows, size)), [])
         try:
             for batch in batches:
                 types.add(batch)

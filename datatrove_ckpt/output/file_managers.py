@@ -119,7 +119,11 @@ class _OutputStream:
 
     def close(self) -> None:
         if self.table is not None:
-            self.table.close()
+            try:
+                self.table.close()
+            except BaseException:
+                self.abandon()
+                raise
         self._stream.close()
         if not self._buffered.closed:  # gzip and zstd do not close the stream below them
             self._buffered.close()

@@ -36,9 +36,10 @@ class Format:
 
     def is_written_by(self, writer: DiskWriter) -> bool:
         """Whether the writer makes files as datatrove's class does: its own class has no other method for rows."""
-        kind, theirs = type(writer), self.writer
-        same = (getattr(kind, name, None) is getattr(theirs, name, None) for name in ("_write", "_write_batch"))
-        return isinstance(writer, theirs) and all(same)
+        if not isinstance(writer, self.writer):
+            return False
+        kind = type(writer)
+        return all(getattr(kind, one, None) is getattr(self.writer, one, None) for one in ("_write", "_write_batch"))
 
     def count(self, file: IO[bytes]) -> int:
         """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""

@@ -91,21 +91,21 @@ def write_in_batches(writer: Any, inspect: Inspect, plain_vectors: bool) -> None
 def _dictionary_columns(schema: Schema) -> bool | list[str]:
     """The columns that have a dictionary, as paths of a Parquet file; True: all of them."""
     leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
-    others = [path for path, is_vector in leaves if not is_vector]
+    others = [path for path in leaves if path is not None]
     return len(others) == len(leaves) or others
 
 
-def _leaves(kind: DataType, path: str) -> Iterator[tuple[str, bool]]:
-    """The columns of a Parquet file that a type becomes, and whether each holds vectors."""
+def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
+    """The columns of a Parquet file that a type becomes; None for a column of vectors."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _leaves(field.type, f"{path}.{field.name}")
     elif not is_any_list(kind):
-        yield path, False
+        yield path
     elif pa.types.is_fixed_size_list(kind) and kind.value_type == pa.float32():
-        yield f"{path}.list.element", True
+        yield None
     else:
         yield from _leaves(kind.value_type, f"{path}.list.element")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
-from datatrove.io import DataFolderLike
+from datatrove.io import DataFolder, DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
@@ -134,12 +134,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not ranks:
             logger.info(f"{all_are(len(local), 'task').capitalize()} complete already.")
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
-                self._write_stats(self._stats_of_complete(local), local)
+                self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
         self.save_executor_as_json()
         if len(ranks) < len(local):
             logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
-        stats = self._stats_of_complete(set(local) - set(ranks))
+        stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
         results = self._here if self.workers == 1 else self._in_workers
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
             for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
@@ -162,6 +162,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return stats
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
+        # datatrove says that an executor's ``run`` calls it for each task; it has no public name.
         try:
             with task_of_many(self.local_tasks > 1):
                 return super()._run_for_rank(rank, local_rank, node_rank)
@@ -177,22 +178,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
         return found
 
-    def _stats_of_complete(self, ranks: Iterable[int]) -> PipelineStats:
-        """The saved statistics of ranks that earlier runs have completed."""
-        saved = PipelineStats()
-        for rank in sorted(ranks):
-            try:
-                saved += self._saved_stats(rank)
-            except FileNotFoundError:
-                logger.warning(f"stats.json has no numbers of task {rank}: its file in stats/ is gone.")
-        return saved
-
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
         """Of all tasks. The others may run on other machines: the last one to end writes it."""
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return
-        stats = sum([self._stats_of_complete(others)] * bool(others), start=stats)
+        stats = sum([stats_of_complete(self.logging_dir, others)] * bool(others), start=stats)
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
 
@@ -251,7 +242,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if workers.signal is not None:
             end_as(workers.signal)
         lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})
-        yield from (self._saved_stats(rank) for rank in workers.lost.keys() - set(lost))
+        yield from (_saved_stats(self.logging_dir, rank) for rank in workers.lost.keys() - set(lost))
         if lost:
             raise _lost({rank: workers.lost[rank] for rank in lost}, self.world_size)
 
@@ -265,14 +256,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 "rollout and its shared_context must be picklable; give a function that makes what is not, such as a "
                 "connection or a generator. Or set workers=1."
             ) from error
-
-    def _saved_stats(self, rank: int) -> PipelineStats:
-        """Of a rank that is complete: an earlier run completed it, or its worker died before it could send them."""
-        with self.logging_dir.open(f"stats/{rank:05d}.json") as file:
-            stats = PipelineStats.from_json(json.load(file))
-        for step in stats.stats:
-            step.stats = MetricStatsDict(init={name: _as_counted(value) for name, value in step.stats.items()})
-        return stats
 
     def _run_dependency(self) -> None:
         if self.depends is None:
@@ -303,7 +286,7 @@ def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank
     executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
     _check_code(executor, identities)
     if executor.is_rank_completed(rank):  # by a worker that died just afterwards
-        return executor._saved_stats(rank)
+        return _saved_stats(executor.logging_dir, rank)
     with chdir("."):  # so that a step that changes it does not move the folders of the next rank
         return executor._run_for_rank(rank, slot)
 
@@ -333,6 +316,26 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
                 "changed after an import, is not there. Pass it to the rollout in a functools.partial or as "
                 "shared_context, or set start_method='fork'."
             )
+
+
+def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> PipelineStats:
+    """The saved statistics of ranks that earlier runs have completed."""
+    saved = PipelineStats()
+    for rank in sorted(ranks):
+        try:
+            saved += _saved_stats(logging_dir, rank)
+        except FileNotFoundError:
+            logger.warning(f"stats.json has no numbers of task {rank}: its file in stats/ is gone.")
+    return saved
+
+
+def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
+    """Of a rank that is complete: an earlier run completed it, or its worker died before it could send them."""
+    with logging_dir.open(f"stats/{rank:05d}.json") as file:
+        stats = PipelineStats.from_json(json.load(file))
+    for step in stats.stats:
+        step.stats = MetricStatsDict(init={name: _as_counted(value) for name, value in step.stats.items()})
+    return stats
 
 
 def _as_counted(value: dict[str, float] | float) -> MetricStats:

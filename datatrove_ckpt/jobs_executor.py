@@ -49,7 +49,7 @@ from datatrove_ckpt.errors import (
     InputError,
     OutputMismatch,
 )
-from datatrove_ckpt.executor import LocalPipelineExecutor, _close_servers
+from datatrove_ckpt.executor import _close_servers, stats_of_complete
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
@@ -118,9 +118,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     pipeline: list[PipelineStep]
     skip_completed: bool
     sends_own_modules = True  # so a module beside the script is no reason to warn
-    # These need the logging_dir only.
-    _saved_stats = LocalPipelineExecutor._saved_stats
-    _stats_of_complete = LocalPipelineExecutor._stats_of_complete
 
     def __init__(
         self,
@@ -287,7 +284,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if failed:
             raise _failed(failed, self.tasks, self._folder)
         if ranks or running or not self.logging_dir.isfile("stats.json"):
-            stats = self._stats_of_complete(range(self.tasks))
+            stats = stats_of_complete(self.logging_dir, range(self.tasks))
             with self.logging_dir.open("stats.json", "wt") as file:
                 stats.save_to_disk(file)
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))

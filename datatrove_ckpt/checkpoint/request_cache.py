@@ -278,8 +278,9 @@ class RequestCache:
     def abandon(self) -> None:
         """Leaves the database open until this process ends, because another process owns it by now.
 
-        Closing the connection would write the log into the database while that process uses it. The garbage collector
-        would close it, too, so we leak one reference (Python 3.11 has no setting for this).
+        Closing the connection would write the log into the database, and delete it, while that process uses both. So
+        would the garbage collector, and Python's exit, so one reference is leaked. Python 3.11 has no public way: 3.12
+        has ``Connection.setconfig``, and a close after ``interrupt`` still deletes a log that is written back.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import RemoteFiles
-from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.names import FileNames, OurTemplate
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _DRAIN_SECONDS = 1.0
@@ -53,7 +53,8 @@ class NullCheckpoint:
             files = writer.output_mg
             writer.output_mg = RemoteFiles(files.fs, files.mode, files.compression)
         self._names = FileNames(writer, rank)
-        self._names.use_in(writer)
+        self._template = writer.output_filename
+        writer.output_filename = OurTemplate(self._names)
         self._writer = writer
         self._shutdown = shutdown
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -79,6 +80,7 @@ class NullCheckpoint:
             if completed and self.error is None:
                 self._writer.close()
         finally:
+            self._writer.output_filename = self._template
             self._abandon()  # those that could not be closed, too
 
     def flush(self) -> None:
@@ -150,7 +152,7 @@ class NullCheckpoint:
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, rank=self._rank, chunk_index=self._names.chunk_field(slot.chunk.index))
+            self._writer.write(document, self._rank, **self._names.keywords(document, slot.chunk.index))
         except CkptError:
             raise
         except Exception as error:

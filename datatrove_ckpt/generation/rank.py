@@ -44,11 +44,11 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
 from datatrove_ckpt.inference.servers.warm import RankModels, one_rank
-from datatrove_ckpt.output.arrow_types import prepare_arrow
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned

@@ -2,6 +2,7 @@
 
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
     writers.py         a writer of the user: what is refused, whether it can write a document, without deep copies
+    parquet.py         the Parquet files of a chunk: datatrove's settings and names, our batches
     formats.py         the formats whose files can be read again
     file_managers.py   the files that a writer writes to, in place of datatrove's: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote one (uploads with retries), the hub; removal

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from datatrove.data import Document
 from datatrove.io import DataFolder
-from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -204,17 +202,6 @@ _SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
 """Values of these types need no look at each."""
 
 
-def watch_schema(writer: ParquetWriter) -> None:
-    """Makes the writer, which has a schema, raise NotUnited for a batch of rows that do not fit it."""
-    write_batch = writer._write_batch
-
-    def checked(filename: str) -> None:
-        check_rows(writer._batches[filename], writer.schema)
-        write_batch(filename)
-
-    writer._write_batch = checked
-
-
 def check_rows(rows: list[dict[str, Any]], schema: Any) -> None:
     """Raises NotUnited for rows that do not fit. Columns that the schema does not name are left out."""
     for field in schema:
@@ -300,60 +287,6 @@ def _name(value: Any, column: str) -> str:
         return type(value).__name__
 
 
-def vectors_plain(writer: ParquetWriter) -> None:
-    """Makes the writer, which has a schema, write vectors without a dictionary: it would be larger than they are."""
-    import pyarrow.parquet as pq
-
-    leaves = [leaf for field in writer.schema for leaf in _leaves(field.type, field.name)]
-    if not any(is_vector for _, is_vector in leaves):
-        return
-    put, others = writer._write, [path for path, is_vector in leaves if not is_vector]
-
-    def write(row: dict[str, Any], file: Any, filename: str) -> None:
-        name = writer._get_filename_with_file_id(filename) if writer.max_file_size > 0 else filename
-        if name not in writer._writers:  # as datatrove opens it
-            writer._writers[name] = pq.ParquetWriter(
-                file,
-                schema=writer.schema,
-                compression=writer.compression,
-                use_content_defined_chunking=writer.use_content_defined_chunking,
-                write_page_index=writer.write_page_index,
-                use_dictionary=others,
-            )
-        put(row, file, filename)
-
-    writer._write = write
-
-
-def _leaves(kind: DataType, path: str) -> list[tuple[str, bool]]:
-    """The columns of a Parquet file that a type becomes, and whether each holds vectors."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        return [leaf for field in kind for leaf in _leaves(field.type, f"{path}.{field.name}")]
-    if not is_any_list(kind):
-        return [(path, False)]
-    if pa.types.is_fixed_size_list(kind) and kind.value_type == pa.float32():
-        return [(f"{path}.list.element", True)]
-    return _leaves(kind.value_type, f"{path}.list.element")
-
-
-def prepare_arrow(writer: DiskWriter) -> None:
-    """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs.
-
-    Arrow converts a batch in one call, under the interpreter's lock, which would block the event loop. The slow part is
-    memory: the default allocator, mimalloc, soon returns it to the system, page by page. With the system's allocator
-    1000 documents of 2 kB take 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
-    """
-    if not isinstance(writer, ParquetWriter):
-        return
-    import pyarrow as pa
-
-    if pa.default_memory_pool().backend_name == "mimalloc" and "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
-        pa.set_memory_pool(pa.system_memory_pool())
-    pa.array([""])  # imports pandas, if it is installed
-
-
 # Column types of a Parquet chunk: those of all its documents, not those of the first one.
 #
 # datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
@@ -385,13 +318,8 @@ def prepare_arrow(writer: DiskWriter) -> None:
 Schema: TypeAlias = Any
 Row: TypeAlias = dict[str, Any]
 
-_BATCH = 1000
 _EMPTY_DICT = "_"
 _NO_VALUE = {b"datatrove_ckpt": b"no value"}
-
-
-class WrongGuess(Exception):
-    """The documents do not fit the schema that was tried."""
 
 
 def infers_schema(writer: DiskWriter) -> bool:
@@ -400,51 +328,35 @@ def infers_schema(writer: DiskWriter) -> bool:
 
 
 class ColumnTypes:
-    """Collects the types of the rows that it is shown. ``types``: of each column, as ``arrow_types`` finds them."""
+    """Collects the types of rows.
 
-    def __init__(self, writer: DiskWriter, guess: Schema | None = None) -> None:
+    Args:
+        guess: the schema that the rows may have.
+
+    Attributes:
+        types: of each column.
+    """
+
+    def __init__(self, guess: Schema | None = None) -> None:
         self.types: dict[str, Any] = {}
-        self._guess = guess
-        self._batch = min(_BATCH, writer.batch_size)  # whoever has huge documents has set it
-        self._rows: list[Row] = []
+        self._guess = None if guess is None else raw_types(guess)
 
-    def show(self, row: Row) -> Row:
-        """Raises WrongGuess, or what ``type_of`` raises for values that have no common type."""
-        self._rows.append(row)
-        if len(self._rows) >= self._batch:
-            self._infer()
-        return row
-
-    def watch(self, writer: DiskWriter) -> None:
-        """Shows this every row that the writer writes."""
-        adapter: Callable[[Document], Row] = writer.adapter
-        writer.adapter = lambda document: self.show(adapter(document))
+    def add(self, rows: list[Row]) -> None:
+        """Raises NotUnited for rows that the guess does not hold, or what ``type_of`` raises."""
+        for name in dict.fromkeys(name for row in rows for name in row):
+            kind = unite(self.types.get(name), type_of([row.get(name) for row in rows], name), name)
+            self.types[name] = kind
+            if self._guess is None:
+                continue
+            guess = self._guess.get(name)
+            if unite(guess, kind, name) != guess:
+                raise NotUnited(name, guess, kind)
 
     def schema(self) -> Schema:
-        """The schema of all rows that were shown."""
+        """The schema of all rows that were added."""
         import pyarrow as pa
 
-        self._infer()
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
-
-    def _infer(self) -> None:
-        rows, self._rows = self._rows, []
-        for name in dict.fromkeys(name for row in rows for name in row):
-            self.types[name] = unite(self.types.get(name), type_of([row.get(name) for row in rows], name), name)
-        if self._guess is not None and not _covers(self._guess, self.types):
-            raise WrongGuess
-
-
-def _covers(schema: Schema, types: dict[str, Any]) -> bool:
-    import pyarrow as pa
-
-    try:
-        return all(name in schema.names for name in types) and all(
-            _writable(pa.field(name, unite(raw_type(schema.field(name)), kind, name))).equals(schema.field(name))
-            for name, kind in types.items()
-        )
-    except NotUnited:
-        return False
 
 
 def _writable(field: Any) -> Any:
@@ -480,13 +392,6 @@ def raw_types(schema: Schema) -> dict[str, Any]:
     return {field.name: raw_type(field) for field in schema}
 
 
-def trial_schema(writer: DiskWriter, document: Document) -> Schema:
-    """The schema of one document."""
-    types = ColumnTypes(writer)
-    types.show(writer.adapter(document))
-    return types.schema()
-
-
 def name_culprit(
     writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, Any]
 ) -> str | None:
@@ -512,9 +417,9 @@ def name_culprit(
 
     if writer.schema is not None:
         return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
-    types = ColumnTypes(writer)
-    types.types, types._batch = dict(known), 1
-    if (culprit := find(types.show, "it or one before it")) is not None:
+    types = ColumnTypes()
+    types.types = dict(known)
+    if (culprit := find(lambda row: types.add([row]), "it or one before it")) is not None:
         return culprit
     schema = types.schema()
     return find(lambda row: check_rows([row], schema), "all documents together")

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,11 @@ from datatrove_ckpt.output.arrow_types import (
     NotUnited,
     RankColumns,
     Schema,
-    WrongGuess,
+    check_rows,
     infers_schema,
     name_culprit,
     read_schema,
-    vectors_plain,
     warning,
-    watch_schema,
 )
 from datatrove_ckpt.output.committed import (
     CommittedFile,
@@ -54,9 +53,13 @@ from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
+from datatrove_ckpt.output.parquet import Inspect, write_in_batches
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import StagedChunk, make_target
 from datatrove_ckpt.output.writers import decode_for, write_for
+
+_BATCH = 1000
+"""Rows. A writer with huge documents has a smaller ``batch_size``."""
 
 
 class ChunkOutput:
@@ -305,10 +308,7 @@ class ChunkWriting:
             if infers_schema(self._writer):
                 self._write_united(staged, chunk_index, documents)
             else:
-                writer = self._copy(staged)
-                if PARQUET.is_written_by(writer):
-                    watch_schema(writer)
-                self._write(staged, chunk_index, documents, writer)
+                self._write(staged, chunk_index, documents, self._copy(staged))
         except _NotWritten as error:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
@@ -323,21 +323,24 @@ class ChunkWriting:
 
     def _fits(self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> bool:
         """Writes the chunk with the schema of the chunk before, unless its own is another one."""
-        writer = self._copy(staged, schema)
-        types = ColumnTypes(writer, schema)
-        types.watch(writer)
+        types = ColumnTypes(schema)
+        writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
-            self._write(staged, chunk_index, documents, writer, types)
-            return True
+            self._write(staged, chunk_index, documents, writer)
+            if types.schema().equals(schema, check_metadata=True):
+                return True
         staged.discard()
         return False
 
     def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
         writer = self._copy(staged)
-        types = ColumnTypes(writer)
+        types = ColumnTypes()
+        rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
+        size = min(_BATCH, max(1, writer.batch_size))
+        batches = iter(lambda: list(islice(rows, size)), [])
         try:
-            for finished in documents:
-                types.show(writer.adapter(self._decode(finished.document)))
+            for batch in batches:
+                types.add(batch)
             return types.schema()
         except CkptError:
             raise
@@ -352,22 +355,13 @@ class ChunkWriting:
         if found:
             logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
 
-    def _write(
-        self,
-        staged: StagedFiles,
-        chunk_index: int,
-        documents: Iterable[Finished],
-        writer: DiskWriter,
-        types: ColumnTypes | None = None,
-    ) -> None:
-        write = write_for(writer, self._decode, rank=self._rank, chunk_index=self._names.chunk_field(chunk_index))
+    def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished], writer: DiskWriter) -> None:
+        write = write_for(writer, self._decode, self._names, chunk_index)
         finished = None
         try:
             for finished in documents:
                 write(finished.document)
             finished = None
-            if types is not None and not types.schema().equals(writer.schema, check_metadata=True):
-                raise WrongGuess
             writer.close()
             staged.close()
         except CkptError:
@@ -402,18 +396,23 @@ class ChunkWriting:
             "and run the same command again (a new adapter needs accept_changes=True)."
         )
 
-    def _copy(self, staged: StagedFiles | None, schema: Schema | None = None) -> DiskWriter:
-        """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder."""
+    def _copy(self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len) -> DiskWriter:
+        """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder.
+
+        Args:
+            schema: that of the chunk, if the writer has none.
+            inspect: gets each batch of rows before it is written. ``len`` changes nothing.
+        """
         # A deep copy, because writers keep counters, batches and open files in attributes of their own. The user's
         # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        if staged is not None:
-            self._names.use_in(fresh)
         if schema is not None:
             fresh.schema = schema
-            vectors_plain(fresh)
+            write_in_batches(fresh, inspect, plain_vectors=True)
+        elif PARQUET.is_written_by(fresh):
+            write_in_batches(fresh, partial(check_rows, schema=fresh.schema), plain_vectors=False)
         return fresh
 
 

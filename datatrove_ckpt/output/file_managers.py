@@ -13,7 +13,7 @@ import gzip
 import io
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import fsspec.compression
 import fsspec.utils
@@ -88,8 +88,18 @@ class RemoteFiles(_Files):
         return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
 
 
+class _Table(Protocol):
+    def close(self) -> None: ...
+
+
 class _OutputStream:
-    """An open file as a writer sees it: binary or text, compressed or not."""
+    """An open file as a writer sees it: binary or text, compressed or not.
+
+    Attributes:
+        table: writes rows to it, and is closed before it.
+    """
+
+    table: _Table | None = None
 
     def __init__(self, raw: io.RawIOBase, filename: str, manager: OutputFileManager) -> None:
         self._raw = raw
@@ -108,6 +118,12 @@ class _OutputStream:
         return written
 
     def close(self) -> None:
+        if self.table is not None:
+            try:
+                self.table.close()
+            except BaseException:
+                self.abandon()
+                raise
         self._stream.close()
         if not self._buffered.closed:  # gzip and zstd do not close the stream below them
             self._buffered.close()

@@ -35,7 +35,11 @@ class Format:
     is_compressed: ClassVar[bool] = False
 
     def is_written_by(self, writer: DiskWriter) -> bool:
-        return isinstance(writer, self.writer)
+        """Whether the writer makes files as datatrove's class does: its own class has no other method for rows."""
+        if not isinstance(writer, self.writer):
+            return False
+        kind = type(writer)
+        return all(getattr(kind, one, None) is getattr(self.writer, one, None) for one in ("_write", "_write_batch"))
 
     def count(self, file: IO[bytes]) -> int:
         """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
@@ -72,15 +76,6 @@ class Parquet(Format):
     writer = ParquetWriter
     suffix = ".parquet"
     is_compressed = True
-
-    def is_written_by(self, writer: DiskWriter) -> bool:
-        """Whether the writer makes its batches as datatrove's ParquetWriter does."""
-        kind = type(writer)
-        return (
-            isinstance(writer, ParquetWriter)
-            and kind._write is ParquetWriter._write
-            and kind._write_batch is ParquetWriter._write_batch
-        )
 
     def count(self, file: IO[bytes]) -> int:
         import pyarrow.parquet
@@ -120,8 +115,9 @@ def _with_float32(value: Any, kind: Any) -> Any:
     return [_with_float32(item, kind.value_type) for item in value]
 
 
+JSONL = Jsonl()
 PARQUET = Parquet()
-FORMATS: tuple[Format, ...] = (Jsonl(), PARQUET)
+FORMATS: tuple[Format, ...] = (JSONL, PARQUET)
 
 
 def is_known(writer: str) -> bool:

@@ -65,12 +65,11 @@ def _owned(name: str) -> str:
 
 
 def _take_over(writer: Any, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:  # writers have no types
-    adapter = getattr(writer.adapter, "__func__", writer.adapter)
     taken = kind(
         folder.url,
         writer.output_filename.template,
         writer.compression,
-        None if adapter is DiskWriter._default_adapter else adapter,
+        getattr(writer.adapter, "__func__", writer.adapter),
         writer.batch_size,
         writer.expand_metadata,
         writer.max_file_size,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -23,7 +22,6 @@ from datatrove_ckpt.formatting import safe_repr
 
 STAGING = layout.OUTPUT_STAGING
 
-_OURS = frozenset({"rank", "chunk_index", "id"})
 _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
 _MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -36,9 +34,6 @@ _RETRY = r"(?:retry\d+_)?"
 _CHUNK = r"\d{5,}"
 _ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
 _NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of each name
-
-FillTemplate = Callable[..., str]
-"""datatrove's ``_get_output_filename(document, rank, **fields)``."""
 
 
 def fields_of_documents(template: Template) -> list[str]:
@@ -58,14 +53,12 @@ class FileNames:
         template = writer.output_filename
         self.template: str = template.template
         self.fields = fields_of_documents(template)
-        self._rank = rank
+        self.rank = rank
         self._prefix = prefix
-        # A writer that several ranks use in turn has the method of the rank before.
-        self._fill: FillTemplate = getattr(writer._get_output_filename, "original", writer._get_output_filename)
         self._number = len("000_") if writer.max_file_size > 0 else 0
         self._reserved = [(STAGING,), *_checkpoints_below(writer, checkpoints)]
         neutral = dict.fromkeys(self.fields, "x") | {"rank": "00000", "chunk_index": "00000"}
-        self._odd_parts_of_template = _odd_parts(template.substitute(neutral))
+        self._odd_parts_of_template = _odd_parts(Template(self.template).substitute(neutral))
 
     def chunk_field(self, chunk_index: int) -> str:
         """The value of ``${chunk_index}``."""
@@ -78,46 +71,41 @@ class FileNames:
             InvalidFileName: it cannot be the name of an output file.
         """
         if self.fields:
-            self._checked(document, self._rank, chunk_index=self.chunk_field(chunk_index))
+            self.fill({**document.metadata, "id": document.id, "chunk_index": self.chunk_field(chunk_index)})
 
-    def use_in(self, writer: DiskWriter) -> None:
-        """Makes the writer take its file names from here."""
+    def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
+        """What ``DiskWriter.write`` gets beside the document. Metadata does not replace it."""
+        found = {"chunk_index": self.chunk_field(chunk_index)}
+        if "id" in self.fields:
+            found["id"] = document.id
+        return found
 
-        known: dict[tuple[object, ...], str] = {}
-        # Where nothing of a document is in its name, all documents of a chunk have one.
-        one_name = not self.fields and getattr(self._fill, "__func__", None) is DiskWriter._get_output_filename
+    def fill(self, values: Mapping[str, object]) -> str:
+        """The name that the template gives with these values and this rank.
 
-        def fill(document: Document, rank: int | str = 0, **fields: Any) -> str:  # Any: as in datatrove
-            if not one_name:
-                return self._checked(document, rank, **fields)
-            if (name := known.get(key := (rank, *fields.items()))) is None:
-                name = known[key] = self._checked(document, rank, **fields)
-            return name
-
-        fill.original, fill.one_name = self._fill, one_name  # type: ignore[attr-defined]
-        writer._get_output_filename = fill
-
-    def _checked(self, document: Document, rank: int | str, **fields: Any) -> str:
+        Raises:
+            InvalidFileName: it cannot be the name of an output file.
+        """
         try:
-            name = self._fill(_without_our_names(document), rank, **fields)
+            name = Template(self.template).substitute(values, rank=f"{self.rank:05d}")
         except KeyError as error:
             raise InvalidFileName(
-                f"Document {document.id!r} has no metadata {error.args[0]!r}, which output_filename {self.template!r} "
-                "needs. Set it in a step before this one or in the rollout, or choose another output_filename."
+                f"Document {values['id']!r} has no metadata {error.args[0]!r}, which output_filename "
+                f"{self.template!r} needs. Set it in a step before this one or in the rollout, or choose another "
+                "output_filename."
             ) from error
-        if self.fields and (problem := self._problem(document, name)):
-            values = ", ".join(f"{field} = {safe_repr(self._value(document, field))}" for field in self.fields)
+        if self.fields and (problem := self._problem(values, name)):
+            shown = ", ".join(f"{field} = {safe_repr(values[field])}" for field in self.fields)
             raise InvalidFileName(
-                f"Document {document.id!r}: with its {values}, output_filename {self.template!r} gives the file name "
+                f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} gives the file name "
                 f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
                 'another output_filename. on_document_error="dead_letter" sets such documents aside.'
             )
         return name
 
-    def _problem(self, document: Document, name: str) -> str | None:
+    def _problem(self, values: Mapping[str, object], name: str) -> str | None:
         """Why this cannot be the name of an output file; None if it can."""
-        values = "".join(str(self._value(document, field)) for field in self.fields)
-        if _CONTROL.search(values):
+        if _CONTROL.search("".join(str(values[field]) for field in self.fields)):
             return "has a control character or a backslash"
         try:
             parts = [part.encode() for part in name.split("/")]
@@ -134,15 +122,23 @@ class FileNames:
             return "is in a folder of the checkpoint or of files that are being written"
         return None
 
-    def _value(self, document: Document, field: str) -> object:
-        return document.id if field == "id" else document.metadata.get(field)
 
+class OurTemplate(Template):
+    """Stands for a writer's ``output_filename``, and gives the names that ``FileNames`` allows."""
 
-def _without_our_names(document: Document) -> Document:
-    if _OURS.isdisjoint(document.metadata):
-        return document
-    metadata = {key: value for key, value in document.metadata.items() if key not in _OURS}
-    return Document(document.text, document.id, document.media, metadata)
+    def __init__(self, names: FileNames) -> None:
+        super().__init__(names.template)
+        self._names = names
+        self._given: list[str] = []
+        self._name = ""
+
+    def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
+        """datatrove calls it twice for each document; the second name is for its statistics."""
+        given = [str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values]
+        if given != self._given:
+            self._name = self._names.fill(values)
+            self._given = given
+        return self._name
 
 
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:

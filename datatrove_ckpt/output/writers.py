@@ -23,7 +23,7 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import infers_schema, trial_schema
+from datatrove_ckpt.output.arrow_types import ColumnTypes, infers_schema
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,
@@ -34,12 +34,21 @@ from datatrove_ckpt.output.documents import (
     line_of,
 )
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.output.formats import PARQUET
+from datatrove_ckpt.output.formats import JSONL, PARQUET
+from datatrove_ckpt.output.names import FileNames, OurTemplate
 from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
-_DEFAULT = DiskWriter._default_adapter
-_WRITE_LINE = JsonlWriter._write
+_DEFAULT = JsonlWriter(".", "${rank}").adapter.__func__
+"""The adapter of a writer that was given none."""
 _NAMES = field_names(Document)
+
+
+def has_default_adapter(writer: DiskWriter) -> bool:
+    return getattr(writer.adapter, "__func__", None) is _DEFAULT
+
+
+def _has_default_write(writer: DiskWriter) -> bool:
+    return type(writer).write is DiskWriter.write
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
@@ -47,13 +56,13 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 
     datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of one dimension.
     """
-    is_json = _is(writer._write, _WRITE_LINE)
-    if _is(writer.adapter, _DEFAULT) and _is(writer.write, DiskWriter.write):
+    is_json = JSONL.is_written_by(writer)
+    if has_default_adapter(writer) and _has_default_write(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         return decode_json if is_json else decode_rows if PARQUET.is_written_by(writer) else decode_plain
     if is_json:
-        put: Callable[..., None] = writer._write
-        writer._write = lambda row, *place: put(_without_arrays(row), *place)
+        adapt: Callable[[Document], Any] = writer.adapter
+        writer.adapter = lambda document: _without_arrays(adapt(document))
     return decode
 
 
@@ -65,46 +74,44 @@ def _without_arrays(value: Any) -> Any:  # Any: what an adapter has given
     return as_json(value) if isinstance(value, np.ndarray) else value
 
 
-def write_for(writer: DiskWriter, decode: Callable[[bytes], Document], **fields: object) -> Callable[[bytes], None]:
+def write_for(
+    writer: DiskWriter, decode: Callable[[bytes], Document], names: FileNames, chunk_index: int
+) -> Callable[[bytes], object]:
     """What writes an encoded document, in the cheapest way that gives the same bytes as ``DiskWriter.write``.
 
     Args:
         writer: a copy, whose stats end with it: they cost as much as the rest.
         decode: what ``decode_for`` has returned for it.
-        fields: for ``output_filename``.
     """
-    fill, get_file, put, adapt = writer._get_output_filename, writer.output_mg.get_file, writer._write, writer.adapter
+    writer.output_filename = OurTemplate(names)
+    writer.stat_update = _count_nothing
+    writer.update_doc_stats = _count_nothing
 
     def write(data: bytes) -> None:
         document = decode(data)
-        name = fill(document, **fields)
-        put(adapt(document), get_file(name), name)
+        writer.write(document, names.rank, **names.keywords(document, chunk_index))
 
     def write_line(data: bytes) -> None:
         if (line := line_of(data)) is None:
             write(data)
         else:
-            get_file(name).write(line)
+            writer.output_mg.get_file(name).write(line)
 
-    if not _is(writer.write, DiskWriter.write) or writer.max_file_size > 0:
-        return lambda data: writer.write(decode(data), **fields)
-    one_name = getattr(fill, "one_name", False)
-    if not (one_name and _is(put, _WRITE_LINE) and _is(adapt, _plain_adapter)) or writer.expand_metadata:
+    has_lines = type(writer) is JsonlWriter and decode is decode_json and not writer.expand_metadata
+    if not has_lines or names.fields or writer.max_file_size > 0:
         return write
-    name = fill(Document("", ""), **fields)
+    name = names.fill({"chunk_index": names.chunk_field(chunk_index)})
     return write_line
+
+
+def _count_nothing(*numbers: object) -> None:
+    pass
 
 
 def writes_media(writer: DiskWriter) -> bool:
     """Whether the writer may save the bytes of media: it is set so, or has code of its own."""
-    is_usual = any(_is(writer.adapter, one) for one in (_DEFAULT, _plain_adapter)) and _is(
-        writer.write, DiskWriter.write
-    )
+    is_usual = has_default_adapter(writer) and _has_default_write(writer)
     return not is_usual or bool(getattr(writer, "save_media_bytes", True))
-
-
-def _is(method: object, function: object) -> bool:
-    return getattr(method, "__func__", None) is function
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:  # Any: what a reader or a rollout gives
@@ -158,11 +165,13 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
         copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
         document = decode_for(copied)(data)
         if infers_schema(copied):
-            copied.schema = trial_schema(copied, document)
+            types = ColumnTypes()
+            types.add([copied.adapter(document)])
+            copied.schema = types.schema()
         copied.write(document, rank=rank, chunk_index="00000")
         if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
             copied.close()
-        return _is(writer._write, _WRITE_LINE) or (type(writer) is ParquetWriter and writer.schema is None)
+        return JSONL.is_written_by(writer) or (type(writer) is ParquetWriter and writer.schema is None)
     except Exception as error:
         raise DocumentNotSerializable(
             f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "

@@ -84,7 +84,7 @@ def refuse_nested(what: str) -> None:
 
 
 def _poll_of(runner: asyncio.Runner) -> int:
-    """The descriptor with which the loop waits."""
+    """The descriptor with which the loop waits. Neither asyncio nor uvloop has a public name for it."""
     loop: Any = runner.get_loop()
     return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
 

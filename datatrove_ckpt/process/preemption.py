@@ -315,7 +315,7 @@ class _Handed(Preempted):
             _call_later(seconds, end_by, number)
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
-        """Called when the error is sent; its traceback goes as text."""
+        """Called when the error is sent; its traceback goes as text. A worker has no public way to end after a task."""
         if self._number:
             # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
             self.__traceback__ = self.__context__ = None

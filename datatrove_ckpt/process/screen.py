@@ -435,7 +435,10 @@ def _is_same_terminal(stream: TextIO, fd: int) -> bool:
 
 
 def _move_logging(old: object, new: object) -> None:
-    """Lets loguru's handlers for a stream write to another one. Added again, they would lose their settings."""
+    """Lets loguru's handlers for a stream write to another one. Added again, they would lose their settings.
+
+    loguru has no public way to list its handlers. Without this, log lines are printed over the bar.
+    """
     for handler in getattr(getattr(logger, "_core", None), "handlers", {}).values():
         sink: Any = getattr(handler, "_sink", None)
         if getattr(sink, "_stream", None) is old:

@@ -31,7 +31,7 @@ _of_many = False
 
 
 def safe_log() -> None:
-    """From now on, in this process. A patcher that somebody has set comes first."""
+    """From now on, in this process. A patcher of the user comes first; loguru has no public way to read it."""
     theirs = getattr(getattr(logger, "_core", None), "patcher", None)
     if not (isinstance(theirs, partial) and theirs.func is _patch):
         logger.configure(patcher=partial(_patch, theirs))

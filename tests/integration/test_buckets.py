@@ -228,13 +228,13 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
     job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")
     job.put("org/job", {"logs/stats/00000.json": b"[]"}, kind="bucket")
     assert step.get_incomplete_ranks() == [1]
-    step._saved_stats(0)
+    executor._saved_stats(step.logging_dir, 0)
     assert mirrored.list_objects() == set()
     name = f"{16 * '0'}-000000"
     found = {"logs/completions/00001": b"", "logs/stats/00001.json": b"[]", f"mirror/00000/objects/{name}": b"content"}
     job.put("org/job", found, kind="bucket")  # by another process
     assert step.get_incomplete_ranks() == []
-    step._saved_stats(1)
+    executor._saved_stats(step.logging_dir, 1)
     assert mirrored.read_object(Part(name, 7, xxhash.xxh3_128_hexdigest(b"content"))) == b"content"
     assert mirrored.list_objects() == {("objects", name)}
 

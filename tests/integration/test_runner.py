@@ -82,7 +82,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
     code = (
         "import pyarrow\n"
         "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
-        "from datatrove_ckpt.output.arrow_types import prepare_arrow\n"
+        "from datatrove_ckpt.output.parquet import prepare_arrow\n"
         "print(pyarrow.default_memory_pool().backend_name)\n"
         "prepare_arrow(JsonlWriter('a'))\n"
         "print(pyarrow.default_memory_pool().backend_name)\n"

@@ -40,10 +40,9 @@ def a_writer(folder: Path, **changes: Any) -> ParquetWriter:
     return ParquetWriter(str(folder), "${rank}.parquet", expand_metadata=True, **changes)
 
 
-def schema_of(folder: Path, *values: Any) -> Any:
-    types = ColumnTypes(a_writer(folder))
-    for value in values:
-        types.show({} if value is ... else {"c": value})
+def schema_of(*values: Any) -> Any:
+    types = ColumnTypes()
+    types.add([{} if value is ... else {"c": value} for value in values])
     return types.schema()
 
 
@@ -53,9 +52,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
     for name, value in VALUES.items():
         rows = [{"id": "x", "c": value}, {"id": "y", "c": value}]
-        types = ColumnTypes(a_writer(folder))
-        for row in rows:
-            types.show(row)
+        types = ColumnTypes()
+        types.add(rows)
         pq.write_table(pa.Table.from_pylist(rows, schema=types.schema()), folder / f"{name}.parquet")
     return {name: folder / f"{name}.parquet" for name in VALUES}
 
@@ -86,17 +84,17 @@ def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[s
     assert fitting >= 27
 
 
-def test_all_misfits_are_found_also_inside_dicts_and_lists(tmp_path: Path) -> None:
-    first = schema_of(tmp_path, {"a": None, "b": [{"c": 1, "d": None}]})
-    later = schema_of(tmp_path, {"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
+def test_all_misfits_are_found_also_inside_dicts_and_lists() -> None:
+    first = schema_of({"a": None, "b": [{"c": 1, "d": None}]})
+    later = schema_of({"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
     assert [one.column for one in misfits(first, later)] == ["c.a", "c.b[].c", "c.b[].d", "c.e"]
 
 
-def test_any_two_types_are_united_in_either_order_or_in_none(tmp_path: Path) -> None:
+def test_any_two_types_are_united_in_either_order_or_in_none() -> None:
     for one, other in itertools.combinations(VALUES.values(), 2):
         outcomes = []
         for pair in ((one, other), (other, one)):
-            types = [raw_types(schema_of(tmp_path, value))["c"] for value in pair]
+            types = [raw_types(schema_of(value))["c"] for value in pair]
             try:
                 both = unite(types[0], types[1], "c")
             except NotUnited as error:
@@ -110,10 +108,11 @@ def test_any_two_types_are_united_in_either_order_or_in_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 1000])
-def test_the_schema_is_that_of_all_rows_whatever_the_batch(tmp_path: Path, batch_size: int) -> None:
-    types = ColumnTypes(a_writer(tmp_path, batch_size=batch_size))
-    for row in ({"a": None}, {"b": 1}, {"a": "x", "b": 0.5}, {"c": {"k": None}}, {"c": {"l": 1}}):
-        types.show(row)
+def test_the_schema_is_that_of_all_rows_whatever_the_batch(batch_size: int) -> None:
+    types = ColumnTypes()
+    rows: list[dict[str, Any]] = [{"a": None}, {"b": 1}, {"a": "x", "b": 0.5}, {"c": {"k": None}}, {"c": {"l": 1}}]
+    for start in range(0, len(rows), batch_size):
+        types.add(rows[start : start + batch_size])
     read = {field.name: str(field.type) for field in types.schema()}
     assert read == {"a": "string", "b": "double", "c": "struct<k: string, l: int64>"}
 
@@ -133,8 +132,8 @@ def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -
     assert not infers_schema(JsonlWriter(str(tmp_path), "${rank}.jsonl"))
 
 
-def test_the_rank_is_warned_whichever_chunk_is_written_first(tmp_path: Path) -> None:
-    whole, broken = schema_of(tmp_path, 1), schema_of(tmp_path, 0.5)
+def test_the_rank_is_warned_whichever_chunk_is_written_first() -> None:
+    whole, broken = schema_of(1), schema_of(0.5)
     columns = RankColumns()
     assert columns.add(1, broken) == []
     assert columns.add(0, whole) == [Misfit("c", "int64", "double")]
@@ -143,4 +142,4 @@ def test_the_rank_is_warned_whichever_chunk_is_written_first(tmp_path: Path) -> 
     columns.start(0, whole)
     assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
     with pytest.raises(NotUnited):
-        columns.add(2, schema_of(tmp_path, "a"))
+        columns.add(2, schema_of("a"))

@@ -30,7 +30,10 @@ _STREAMED_SIZE = 1 << 20
 
 
 class _Connection(ResponseHandler):
-    """Rests and closes as the connections of ``plain.py`` do. aiohttp takes a late response for the next request's."""
+    """Rests and closes as the connections of ``plain.py`` do. aiohttp takes a late response for the next request's.
+
+    aiohttp has no public way to watch a connection, so the class of its connections is replaced.
+    """
 
     def __init__(self, owner: AiohttpTransport) -> None:
         super().__init__(asyncio.get_running_loop())

@@ -1,0 +1,117 @@
+"""Parquet files have the bytes that datatrove's own ParquetWriter writes with the same schema."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from datatrove.data import Document, Media
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.output.arrow_types import ColumnTypes
+from datatrove_ckpt.output.chunk_output import ChunkWriting
+from datatrove_ckpt.output.documents import decode_rows, encode
+from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.names import FileNames
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+VECTORS = np.random.default_rng(0).random((600, 8), dtype=np.float32)
+SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])
+
+
+def adapter(self: Any, document: Document) -> dict[str, Any]:
+    return {"id": document.id, "words": document.text.split()}
+
+
+class ClosesByName(ParquetWriter):  # type: ignore[misc]
+    closed: list[str] = []  # noqa: RUF012 - also of the copies
+
+    def close_file(self, filename: str) -> None:
+        self.closed.append(filename)
+        super().close_file(filename)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
+    "one file, as it comes": {"compression": None, "max_file_size": -1, "use_content_defined_chunking": False},
+    "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
+    "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
+    "schema": {"schema": SCHEMA, "expand_metadata": True},
+    "media": {
+        "save_media_bytes": True,
+        "use_content_defined_chunking": {"min_chunk_size": 512, "max_chunk_size": 2048},
+    },
+    "folders": {
+        "output_filename": "${half}/${rank}_chunk_${chunk_index}.parquet",
+        "max_file_size": 5_000,
+        "batch_size": 50,
+    },
+}
+
+
+def documents(vectors: bool) -> list[Document]:
+    found = []
+    for number in range(600):
+        metadata = {"n": number, "half": number % 2, "day": datetime.date(2026, 1, 1 + number % 28), "none": None}
+        if vectors:
+            metadata["vector"] = VECTORS[number]
+        media = [Media(str(number), 0, "u", media_bytes=bytes([number % 256]))]
+        found.append(Document(f"text {number} " * (number % 5), f"id {number}", media, metadata))
+    return found
+
+
+def writer(folder: Path, kind: type[ParquetWriter] = ParquetWriter, **settings: Any) -> ParquetWriter:
+    settings.setdefault("output_filename", "${rank}_chunk_${chunk_index}.parquet")
+    return kind(str(folder), **settings)
+
+
+def ours(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, bytes]:
+    staged = StagedFiles(folder, own.output_mg)
+    finished: Any = [SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)]
+    ChunkWriting(own, 2, FileNames(own, 2)).write(staged, 5, finished)
+    return {name: (folder / name).read_bytes() for name in staged.finished}
+
+
+def theirs(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, bytes]:
+    for document in found:
+        own.write(decode_rows(encode(document)), 2, chunk_index="00005")
+    own.close()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_bytes_are_those_of_datatroves_writer(tmp_path: Path, name: str) -> None:
+    settings, found = SETTINGS[name], documents(vectors=name == "schema")
+    files = ours(tmp_path / "ours", found, writer(tmp_path / "unused", **settings))
+    assert (len(files) > 2) == (settings.get("max_file_size") == 5_000)
+    own = writer(tmp_path / "theirs", **settings)
+    if own.schema is None:
+        types = ColumnTypes()
+        types.add([own.adapter(decode_rows(encode(document))) for document in found])
+        own.schema = types.schema()
+    assert theirs(tmp_path / "theirs", found, own) == files
+
+
+def test_a_class_of_the_user_gets_its_calls(tmp_path: Path) -> None:
+    files = ours(tmp_path, documents(False), writer(tmp_path, ClosesByName, max_file_size=5_000, batch_size=50))
+    assert sorted(ClosesByName.closed) == sorted(files)
+    assert len(files) > 2
+    assert sum(pq.read_metadata(tmp_path / name).num_rows for name in files) == 600
+
+
+def test_vectors_have_no_dictionary_if_the_schema_is_found_out(tmp_path: Path) -> None:
+    found = documents(vectors=True)
+    for folder, schema, expected in (("a", None, False), ("b", SCHEMA, True)):
+        own = writer(tmp_path, schema=schema, expand_metadata=True)
+        [name] = ours(tmp_path / folder, found, own)
+        group = pq.read_metadata(tmp_path / folder / name).row_group(0)
+        columns = {group.column(number).path_in_schema: group.column(number) for number in range(group.num_columns)}
+        assert columns["vector.list.element"].has_dictionary_page == expected
+        assert columns["id"].has_dictionary_page
